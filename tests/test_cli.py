@@ -1,0 +1,260 @@
+"""The command line: what people type, and what the programs are started with."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from click.testing import CliRunner, Result
+
+import tunnel
+from tunnel import cli
+from tunnel.address import Forward, ListenAddress, Target
+from tunnel.config import AgentConfig, ServerConfig
+from tunnel.errors import ConfigError
+
+Type = Callable[..., Result]
+
+
+class Programs:
+    """Stands in for what the commands start: remembers the config, and ends as it was told to."""
+
+    def __init__(self) -> None:
+        self.started: list[object] = []
+        self.end: int | BaseException = 0
+
+    def run(self, *config: object) -> int:
+        self.started.append(*config or (None,))
+        if isinstance(self.end, BaseException):
+            raise self.end
+        return self.end
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> Programs:
+    programs = Programs()
+    for name in ("server", "agent", "demo"):
+        module = ModuleType(f"tunnel.{name}")
+        monkeypatch.setattr(module, "run", programs.run, raising=False)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(tunnel, name, module, raising=False)
+    return programs
+
+
+@pytest.fixture
+def type_(monkeypatch: pytest.MonkeyPatch) -> Iterator[Type]:
+    """Types a line, split at its spaces, with the given variables."""
+    for variable in [name for name in os.environ if name.startswith("TUNNEL_")]:
+        monkeypatch.delenv(variable)
+    root, ours = logging.getLogger(), logging.getLogger("tunnel")
+    before, levels = set(root.handlers), (root.level, ours.level)
+    yield lambda line, **variables: CliRunner().invoke(cli.program, line.split(), env=variables)
+    for handler in set(root.handlers) - before:
+        root.removeHandler(handler)
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
+
+
+def started(programs: Programs, result: Result) -> object:
+    assert result.exit_code == 0, result.output
+    (config,) = programs.started
+    return config
+
+
+def server(programs: Programs, result: Result) -> ServerConfig:
+    config = started(programs, result)
+    assert isinstance(config, ServerConfig)
+    return config
+
+
+def agent(programs: Programs, result: Result) -> AgentConfig:
+    config = started(programs, result)
+    assert isinstance(config, AgentConfig)
+    return config
+
+
+def test_a_server_starts_with_the_defaults(programs: Programs, type_: Type) -> None:
+    assert server(programs, type_("server")) == ServerConfig()
+
+
+def test_a_server_takes_its_flags(programs: Programs, type_: Type) -> None:
+    line = "server --listen 127.0.0.1:0 --connect [::1]:2 --forward 3=a:3 --forward 4=b:4 --dial-timeout 500ms"
+    assert server(programs, type_(line)) == ServerConfig(
+        listen=ListenAddress("127.0.0.1", 0),
+        connect=ListenAddress("::1", 2),
+        forwards=(Forward.parse("3=a:3"), Forward.parse("4=b:4")),
+        dial_timeout=0.5,
+    )
+
+
+def test_connect_off_is_no_front_end(programs: Programs, type_: Type) -> None:
+    assert server(programs, type_("server --connect off")).connect is None
+
+
+def test_an_agent_is_called_like_its_host_unless_named(programs: Programs, type_: Type) -> None:
+    config = agent(programs, type_("agent --server tunnel.example:7400"))
+    assert config == AgentConfig(Target("tunnel.example", 7400), os.uname().nodename)
+
+
+def test_an_agent_takes_its_name(programs: Programs, type_: Type) -> None:
+    assert agent(programs, type_("agent --server a:1 --name edge-7")).name == "edge-7"
+
+
+def test_the_demo_starts(programs: Programs, type_: Type) -> None:
+    assert started(programs, type_("demo")) is None
+
+
+@pytest.mark.parametrize("line", ["server", "agent --server a:1", "demo"])
+def test_the_programs_exit_code_is_passed_on(programs: Programs, type_: Type, line: str) -> None:
+    programs.end = 3
+    assert type_(line).exit_code == 3
+
+
+def test_every_flag_is_a_variable_too(programs: Programs, type_: Type) -> None:
+    result = type_(
+        "server",
+        TUNNEL_SERVER_LISTEN="0.0.0.0:1",
+        TUNNEL_SERVER_CONNECT="off",
+        TUNNEL_SERVER_FORWARD="3=a:3 4=b:4",
+        TUNNEL_SERVER_DIAL_TIMEOUT="5m",
+        TUNNEL_SERVER_INSECURE="true",
+        TUNNEL_SERVER_LOG_LEVEL="error",
+    )
+    assert server(programs, result) == ServerConfig(
+        listen=ListenAddress("0.0.0.0", 1),
+        connect=None,
+        forwards=(Forward.parse("3=a:3"), Forward.parse("4=b:4")),
+        dial_timeout=300.0,
+        insecure=True,
+    )
+
+
+def test_every_key_of_a_file_is_a_flag(programs: Programs, type_: Type, tmp_path: Path) -> None:
+    file = tmp_path / "tunnel.toml"
+    file.write_text(
+        '[server]\nlisten = "0.0.0.0:1"\nconnect = "off"\nforward = ["3=a:3", "4=b:4"]\ndial-timeout = "5m"\n'
+        'insecure = true\nlog-level = "error"\nlog-format = "json"\n'
+    )
+    assert server(programs, type_(f"--config {file} server")) == ServerConfig(
+        listen=ListenAddress("0.0.0.0", 1),
+        connect=None,
+        forwards=(Forward.parse("3=a:3"), Forward.parse("4=b:4")),
+        dial_timeout=300.0,
+        insecure=True,
+    )
+
+
+def test_a_required_flag_may_come_from_a_file_named_by_a_variable(
+    programs: Programs, type_: Type, tmp_path: Path
+) -> None:
+    file = tmp_path / "tunnel.toml"
+    file.write_text('[agent]\nserver = "a:1"\n')
+    assert agent(programs, type_("agent", TUNNEL_CONFIG=str(file))).server == Target("a", 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "variables", "seconds"),
+    [
+        ("server --dial-timeout 1s", {"TUNNEL_SERVER_DIAL_TIMEOUT": "2s"}, 1.0),
+        ("server", {"TUNNEL_SERVER_DIAL_TIMEOUT": "2s"}, 2.0),
+        ("server", {}, 3.0),
+    ],
+)
+def test_flag_goes_before_variable_and_variable_before_file(
+    programs: Programs, type_: Type, tmp_path: Path, line: str, variables: dict[str, str], seconds: float
+) -> None:
+    file = tmp_path / "tunnel.toml"
+    file.write_text('[server]\ndial-timeout = "3s"\n')
+    assert server(programs, type_(f"--config {file} {line}", **variables)).dial_timeout == seconds
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("server --dial-timeout ten", ["--dial-timeout", "'ten'", "500ms, 30s, 5m or 1h"]),
+        ("server --dial-timeout -5s", ["--dial-timeout", "'-5s'", "500ms, 30s, 5m or 1h"]),
+        ("server --listen nowhere", ["--listen", "'nowhere'", "HOST:PORT"]),
+        ("server --connect on", ["--connect", "'on'", "HOST:PORT"]),
+        ("server --forward 5432", ["--forward", "'5432'", "LISTEN=TARGET"]),
+        ("server --log-level loud", ["--log-level", "'loud'", "'warning'"]),
+        ("agent --server a:0", ["--server", "'a:0'", "1 to 65535"]),
+        ("agent --server a:1 --name \x1b", ["--name", "'\\x1b'", "printable"]),
+        ("agent", ["Missing option", "--server"]),
+        ("sever", ["No such command 'sever'"]),
+        ("server --conect off", ["--conect", "--connect"]),
+        ("--config /nowhere server", ["--config", "/nowhere", "No such file"]),
+    ],
+)
+def test_what_cannot_be_used_is_named_and_ends_in_exit_2(
+    programs: Programs, type_: Type, line: str, words: list[str]
+) -> None:
+    result = type_(line)
+    assert result.exit_code == 2
+    assert all(word in result.stderr for word in words), result.stderr
+    assert programs.started == []
+
+
+def test_an_unknown_key_in_the_file_is_refused_with_a_suggestion(type_: Type, tmp_path: Path) -> None:
+    file = tmp_path / "tunnel.toml"
+    file.write_text('[server]\nlissten = "1"\n')
+    result = type_(f"--config {file} server")
+    assert result.exit_code == 2
+    assert f"{file}: [server] has an unknown key 'lissten'; did you mean listen?" in result.stderr
+
+
+def test_a_server_that_others_could_reach_is_refused(programs: Programs, type_: Type) -> None:
+    result = type_("server --listen 0.0.0.0:7400")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: --listen 0.0.0.0:7400: ")
+    assert programs.started == []
+
+
+def test_an_insecure_server_starts_with_a_warning(programs: Programs, type_: Type) -> None:
+    result = type_("server --insecure --listen 0.0.0.0:7400 --connect off")
+    assert server(programs, result).insecure
+    line = json.loads(result.stderr)
+    assert (line["level"], line["event"], line["exposed"]) == ("warning", "insecure", "--listen 0.0.0.0:7400")
+
+
+def test_insecure_on_loopback_is_no_news(programs: Programs, type_: Type) -> None:
+    assert type_("server --insecure").stderr == ""
+
+
+def test_a_config_that_the_program_refuses_ends_in_exit_2(programs: Programs, type_: Type) -> None:
+    programs.end = ConfigError("no such place")
+    result = type_("server")
+    assert (result.exit_code, result.stderr) == (2, "Error: no such place\n")
+
+
+def test_ctrl_c_before_the_program_handles_it_is_exit_130(programs: Programs, type_: Type) -> None:
+    programs.end = KeyboardInterrupt()
+    result = type_("server")
+    assert (result.exit_code, result.output) == (130, "")
+
+
+def test_the_version_is_told(type_: Type) -> None:
+    assert type_("--version").output == f"tunnel {tunnel.__version__}\n"
+
+
+def test_the_help_names_flag_variable_and_default(type_: Type) -> None:
+    text = " ".join(type_("server --help").output.split())
+    assert "--listen HOST:PORT" in text
+    assert "TUNNEL_SERVER_LISTEN; default: 127.0.0.1:7400" in text
+
+
+def test_the_package_runs_as_a_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "tunnel", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"tunnel {tunnel.__version__}\n"
+
+
+def test_help_does_not_wait_for_heavy_imports() -> None:
+    script = "import sys; from tunnel import cli; print({'trio', 'structlog', 'asyncio', 'h11'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -1,0 +1,176 @@
+"""Config: what is safe, how long is long, and what a file may say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tunnel.address import Forward, ListenAddress, Target
+from tunnel.config import AgentConfig, ServerConfig, load_file, parse_duration
+from tunnel.errors import ConfigError
+
+KNOWN: dict[str, dict[str, type]] = {
+    "server": {"listen": str, "forward": list, "insecure": bool, "dial-timeout": str},
+    "agent": {"server": str},
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "tunnel.toml"
+
+
+def refusal(file: Path, text: str) -> str:
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_file(file, KNOWN)
+    return str(caught.value)
+
+
+def test_the_defaults_are_not_exposed() -> None:
+    assert ServerConfig().exposed() == []
+    ServerConfig().check()
+
+
+def test_each_option_that_others_can_reach_is_named() -> None:
+    everywhere = ListenAddress("0.0.0.0", 7400)
+    config = ServerConfig(
+        listen=everywhere,
+        connect=ListenAddress("::", 7401),
+        forwards=(Forward.parse("1=a:1"), Forward.parse("192.0.2.1:2=b:2")),
+    )
+    assert config.exposed() == [
+        "--listen 0.0.0.0:7400",
+        "--connect [::]:7401",
+        "--forward 192.0.2.1:2=b:2",
+    ]
+
+
+def test_an_exposed_server_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"--listen 0\.0\.0\.0:1: .*no credentials.*--insecure"):
+        ServerConfig(listen=ListenAddress("0.0.0.0", 1)).check()
+
+
+def test_an_exposed_server_may_be_insecure_on_purpose() -> None:
+    ServerConfig(listen=ListenAddress("0.0.0.0", 1), insecure=True).check()
+
+
+def test_no_front_end_is_no_exposure() -> None:
+    assert ServerConfig(connect=None).exposed() == []
+
+
+@pytest.mark.parametrize("name", ["a", "node-1.example", "Zürich", "x" * 128])
+def test_an_agent_name_is_printable(name: str) -> None:
+    assert AgentConfig(Target("server", 7400), name).name == name
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a\tb", "a\n", "\x1b[2J", "a\u00a0b", "\u202e", "x" * 129])
+def test_what_is_no_agent_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="agent name; taken"):
+        AgentConfig(Target("server", 7400), name)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("500ms", 0.5), ("30s", 30.0), ("1.5s", 1.5), ("5m", 300.0), ("1h", 3600.0), ("0s", 0.0), ("0.5h", 1800.0)],
+)
+def test_a_duration_is_a_number_and_its_unit(text: str, seconds: float) -> None:
+    assert parse_duration(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "ten",
+        "10",
+        "-5s",
+        "+5s",
+        "10 s",
+        "10 parsecs",
+        "5S",
+        "1d",
+        "1e3s",
+        ".5s",
+        "5.s",
+        "inf",
+        "٣s",
+        "1s\n",
+        "9" * 400 + "s",
+    ],
+)
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not a duration; taken: .*500ms, 30s, 5m or 1h"):
+        parse_duration(text)
+
+
+@given(st.text() | st.from_regex(r"[0-9.]{1,30}(ms|s|m|h|d)"))
+def test_no_text_is_an_infinite_or_negative_duration(text: str) -> None:
+    try:
+        assert 0 <= parse_duration(text) < 1e13
+    except ConfigError:
+        return
+
+
+def test_a_file_gives_what_it_says(file: Path) -> None:
+    file.write_text('[server]\nlisten = "1"\nforward = ["2=a:3"]\ninsecure = true\n[agent]\nserver = "a:1"\n')
+    assert load_file(file, KNOWN) == {
+        "server": {"listen": "1", "forward": ["2=a:3"], "insecure": True},
+        "agent": {"server": "a:1"},
+    }
+
+
+def test_an_unknown_section_is_refused_with_a_suggestion(file: Path) -> None:
+    assert refusal(file, "[sever]") == f"{file}: unknown section 'sever'; did you mean server?"
+
+
+def test_an_unknown_key_is_refused_with_a_suggestion(file: Path) -> None:
+    text = refusal(file, '[server]\ndial_timeout = "1s"')
+    assert text == f"{file}: [server] has an unknown key 'dial_timeout'; did you mean dial-timeout?"
+
+
+def test_an_unknown_key_like_no_other_is_answered_with_all(file: Path) -> None:
+    assert refusal(file, "[agent]\nx = 1").endswith("[agent] has an unknown key 'x'; taken: server")
+
+
+@pytest.mark.parametrize(
+    ("line", "taken"),
+    [
+        ("listen = 7400", "a text"),
+        ("insecure = 1", "true or false"),
+        ('insecure = "yes"', "true or false"),
+        ('forward = "1=a:2"', "a list of texts"),
+        ("forward = [1]", "a list of texts"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_the_right_one(file: Path, line: str, taken: str) -> None:
+    key = line.split()[0]
+    text = refusal(file, f"[server]\n{line}")
+    assert text.startswith(f"{file}: server.{key} is ")
+    assert text.endswith(f"; taken: {taken}")
+
+
+def test_a_value_in_the_place_of_a_section_is_refused(file: Path) -> None:
+    assert refusal(file, "server = 1").endswith("server is a value; taken: a section [server]")
+
+
+def test_a_syntax_error_is_named_with_its_line(file: Path) -> None:
+    assert refusal(file, "[server]\nlisten = \n").startswith(f"{file}:2: not TOML")
+
+
+def test_a_syntax_error_at_the_end_has_a_line_too(file: Path) -> None:
+    assert refusal(file, '[server]\n\nlisten = "').startswith(f"{file}:3: not TOML")
+
+
+def test_a_missing_file_is_refused(file: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_file(file, KNOWN)
+
+
+def test_a_file_that_is_not_utf8_is_refused(file: Path) -> None:
+    file.write_bytes(b"# \xff")
+    with pytest.raises(ConfigError, match=r"not UTF-8: .* at byte 2"):
+        load_file(file, KNOWN)

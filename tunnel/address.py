@@ -1,0 +1,169 @@
+"""Addresses: where to listen, where a stream leads, and the one canonical form of a host.
+
+Rules that hold here:
+
+- Whatever exists is canonical: ``Target`` and ``ListenAddress`` check and normalise in their constructor,
+  so comparing two of them compares places, not spellings, and ``parse(str(x)) == x``.
+- Every failure is an ``AddressError`` that names the input and what is taken; no other exception leaves this file.
+- A host that one resolver reads as a name and another as a number (``127.1``, ``0x7f.1``) is refused:
+  a policy that looks at the text must see what the resolver will see.
+
+This file must not know I/O: nothing is resolved here, nothing is opened.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, Self
+
+from tunnel.errors import AddressError
+
+_HOST = "a name, an IPv4 address like 192.0.2.1 or an IPv6 address like 2001:db8::1"
+
+_LONGEST_NAME = 253
+_NAME = re.compile(r"(?:[a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}")
+_ENDS_IN_A_NUMBER = re.compile(r"(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)")
+_ENDPOINT = re.compile(r"(?:\[(?P<v6>[^\[\]]*:[^\[\]]*)\]|(?P<name>[^:\[\]]+)):(?P<port>[0-9]{1,5})")
+_PORT = re.compile(r"[0-9]{1,5}")
+_BARE_V6 = re.compile(r"[0-9a-fA-F.]*:[0-9a-fA-F.]*:[0-9a-fA-F.:%]*")
+
+
+@lru_cache(maxsize=1024)
+def canonical_host(text: str) -> str:
+    """The one form of a host, without brackets: lower case, no final dot, A-labels, compressed IPv6.
+
+    An IPv6 address that only wraps an IPv4 one (``::ffff:192.0.2.1``) becomes the IPv4 address.
+
+    Raises:
+        AddressError: the text is no host, carries a zone id, or is a number that is not a plain dotted quad.
+    """
+    if len(text) > _LONGEST_NAME + 1:  # also bounds what the costlier steps below can be made to read
+        raise _refusal(text, f"is longer than {_LONGEST_NAME} characters", _HOST)
+    if ":" in text:
+        return _canonical_v6(text)
+    name = text.lower() if text.isascii() else _to_ascii(text)
+    name = name.removesuffix(".")
+    if len(name) > _LONGEST_NAME or not _NAME.fullmatch(name):
+        raise _refusal(text, "is not a host", f"{_HOST}; labels are 1 to 63 letters, digits, '-' or '_'")
+    if _ENDS_IN_A_NUMBER.fullmatch(name) and not isinstance(_ip(name), ipaddress.IPv4Address):
+        raise _refusal(text, "ends in a number but is not a plain dotted quad", _HOST)
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class _Endpoint:
+    """A canonical host and a port; what ``Target`` and ``ListenAddress`` share."""
+
+    host: str
+    port: int
+
+    lowest_port: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "host", canonical_host(self.host))
+        if not self.lowest_port <= self.port <= 65535:
+            raise _refusal(str(self), "has a port out of range", f"ports {self.lowest_port} to 65535")
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read ``HOST:PORT`` or ``[IPV6]:PORT``.
+
+        Raises:
+            AddressError: the text is not of that form, or the host or the port is not taken.
+        """
+        found = _ENDPOINT.fullmatch(text)
+        if found:
+            return cls(found["v6"] or found["name"], int(found["port"]))
+        if _BARE_V6.fullmatch(text):
+            raise _refusal(text, "is ambiguous", "an IPv6 address in brackets, like [::1]:80")
+        raise _refusal(text, "is not an address", f"HOST:PORT or [IPV6]:PORT, port {cls.lowest_port} to 65535")
+
+
+@dataclass(frozen=True, slots=True)
+class Target(_Endpoint):
+    """Where a stream leads: a host that an agent can reach, and a port from 1 to 65535."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListenAddress(_Endpoint):
+    """Where to listen: an own host, and a port from 0 (the system chooses one) to 65535."""
+
+    lowest_port: ClassVar[int] = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read ``HOST:PORT``, ``[IPV6]:PORT``, or ``PORT``, which means 127.0.0.1.
+
+        Raises:
+            AddressError: the text is not of that form, or the host or the port is not taken.
+        """
+        if _PORT.fullmatch(text):
+            text = f"127.0.0.1:{text}"
+        return super(ListenAddress, cls).parse(text)  # the bare super() does not survive slots=True
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach it; of names, ``localhost`` alone is trusted to say so."""
+        ip = _ip(self.host)
+        return ip.is_loopback if ip else self.host == "localhost"
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A local port that leads to a target."""
+
+    listen: ListenAddress
+    target: Target
+
+    def __str__(self) -> str:
+        return f"{self.listen}={self.target}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read ``LISTEN=TARGET``, each side as its own class reads it.
+
+        Raises:
+            AddressError: there is no ``=``, or one of the sides is not taken.
+        """
+        listen, equals, target = text.partition("=")
+        if not equals:
+            raise _refusal(text, "is not a forward", "LISTEN=TARGET, like 5432=db.internal:5432")
+        return cls(ListenAddress.parse(listen), Target.parse(target))
+
+
+def _refusal(text: str, why: str, taken: str) -> AddressError:
+    shown = repr(text) if len(text) <= 80 else f"{text[:80]!r}..."
+    return AddressError(f"{shown} {why}; taken: {taken}")
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _canonical_v6(text: str) -> str:
+    if "%" in text:
+        raise _refusal(text, "has a zone id, which means nothing on another machine", _HOST)
+    ip = _ip(text)
+    if not isinstance(ip, ipaddress.IPv6Address):
+        raise _refusal(text, "is not an IPv6 address", _HOST)
+    return str(ip.ipv4_mapped or ip)
+
+
+def _to_ascii(text: str) -> str:
+    """Map as browsers do (UTS 46), then encode label by label: an ASCII label may hold what IDNA forbids (``_``)."""
+    import idna  # its tables cost more to load than all the rest of this file, and few hosts need them
+
+    try:
+        mapped = idna.uts46_remap(text, std3_rules=False)
+        return ".".join(label if label.isascii() else idna.alabel(label).decode() for label in mapped.split("."))
+    except (idna.IDNAError, UnicodeError) as error:
+        raise _refusal(text, "is not an international name", _HOST) from error

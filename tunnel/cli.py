@@ -1,0 +1,198 @@
+"""The command line: what people type, turned into the config objects that the programs take.
+
+Rules that hold here:
+
+- Each option is declared once; the file's keys, the variables' names and the help follow from the declaration.
+- flag > variable > file > default. Whatever cannot be used is named, with what is taken instead, and ends in exit 2.
+- The programs are imported when they are to run, so that ``--help`` and ``--version`` answer at once.
+
+This file must not know what the programs do: it calls their ``run()`` and passes the exit code on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import click
+
+from tunnel import __version__
+from tunnel.address import Forward, ListenAddress, Target
+from tunnel.config import AgentConfig, ServerConfig, load_file, parse_agent_name, parse_duration
+from tunnel.errors import ConfigError
+
+_DEFAULTS = ServerConfig()
+
+
+class Parsed(click.ParamType[Any]):
+    """A text that one of our own parsers reads; its ConfigError becomes click's error, which names the flag."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parse a text; whatever else arrives has been parsed before."""
+        try:
+            return self._parse(value) if isinstance(value, str) else value
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Program(click.Group):
+    """The group of commands, with the two ends that click does not know."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command: a config that cannot be used is exit 2, Ctrl-C before the program takes care of it 130."""
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            raise click.UsageError(str(error)) from error
+        except KeyboardInterrupt:
+            raise SystemExit(130) from None
+
+
+def _defaults_from_file(path: str) -> dict[str, dict[str, Any]]:
+    """The file's contents as click's default map, which goes by parameter names: ``dial_timeout``."""
+    known = {section: _keys(program.commands[section]) for section in ("server", "agent")}
+    return {
+        section: {key.replace("-", "_"): value for key, value in table.items()}
+        for section, table in load_file(path, known).items()
+    }
+
+
+def _keys(command: click.Command) -> dict[str, type]:
+    options = [param for param in command.params if isinstance(param, click.Option)]
+    return {
+        option.opts[0].removeprefix("--"): bool if option.is_flag else list if option.multiple else str
+        for option in options
+    }
+
+
+def _set_defaults(ctx: click.Context, _param: click.Parameter, defaults: dict[str, Any] | None) -> None:
+    ctx.default_map = defaults
+
+
+_option = partial(click.option, show_envvar=True)
+_listen = Parsed("address", ListenAddress.parse)
+_connect = Parsed("address", lambda text: None if text == "off" else ListenAddress.parse(text))
+_forward = Parsed("forward", Forward.parse)
+_target = Parsed("address", Target.parse)
+_duration = Parsed("duration", parse_duration)
+_name = Parsed("name", parse_agent_name)
+_file = Parsed("file", _defaults_from_file)
+
+
+def _log_options(command: Callable[..., None]) -> Callable[..., None]:
+    levels, formats = click.Choice(["debug", "info", "warning", "error"]), click.Choice(["auto", "logfmt", "json"])
+    level = _option("--log-level", type=levels, default="info", help="The least grave events to show.")
+    fmt = _option("--log-format", type=formats, default="auto", help="auto: logfmt on a terminal, json elsewhere.")
+    return level(fmt(command))
+
+
+@click.group("tunnel", cls=Program, context_settings={"auto_envvar_prefix": "TUNNEL", "show_default": True})
+@click.version_option(__version__, message="%(prog)s %(version)s")
+@_option(
+    "--config",
+    type=_file,
+    metavar="FILE",
+    callback=_set_defaults,
+    expose_value=False,
+    help="TOML with the sections [server] and [agent]; keys are the flags without their dashes.",
+)
+def program() -> None:
+    """Reach services in private networks, through agents that dial out of them.
+
+    A flag counts before its variable, the variable before the file, the file before the default.
+    """
+
+
+@program.command("server")
+@_option("--listen", type=_listen, metavar="HOST:PORT", default=str(_DEFAULTS.listen), help="Links arrive here.")
+@_option(
+    "--connect",
+    type=_connect,
+    metavar="HOST:PORT|off",
+    default=str(_DEFAULTS.connect),
+    help="The HTTP CONNECT front-end listens here.",
+)
+@_option(
+    "--forward",
+    type=_forward,
+    metavar="LISTEN=TARGET",
+    multiple=True,
+    help="A local port that leads to a target, like 5432=db.internal:5432. Repeatable; the variable takes several, "
+    "separated by spaces.",
+)
+@_option(
+    "--dial-timeout",
+    type=_duration,
+    metavar="DURATION",
+    default=f"{_DEFAULTS.dial_timeout:g}s",
+    help="How long a stream may take to open: 500ms, 30s, 5m.",
+)
+@_option("--insecure", is_flag=True, help="Serve addresses that others can reach, though nobody proves who they are.")
+@_log_options
+def _server(
+    listen: ListenAddress,
+    connect: ListenAddress | None,
+    forward: tuple[Forward, ...],
+    dial_timeout: float,
+    insecure: bool,
+    log_level: str,
+    log_format: str,
+) -> None:
+    """Take links from agents, and open streams through them."""
+    config = ServerConfig(listen, connect, forward, dial_timeout, insecure)
+    config.check()
+    _log_to_stderr(log_level, log_format)
+    if exposed := config.exposed():
+        from tunnel import logs
+
+        logs.get_logger(__name__).warning("insecure", exposed=", ".join(exposed))
+    from tunnel import server
+
+    raise SystemExit(server.run(config))
+
+
+@program.command("agent")
+@_option("--server", type=_target, metavar="HOST:PORT", required=True, help="The server to link to.")
+@_option(
+    "--name",
+    type=_name,
+    metavar="NAME",
+    default=lambda: os.uname().nodename,
+    show_default="the host name",
+    help="How this agent is called.",
+)
+@_log_options
+def _agent(server: Target, name: str, log_level: str, log_format: str) -> None:
+    """Link to a server, and reach targets for it."""
+    config = AgentConfig(server, name)
+    _log_to_stderr(log_level, log_format)
+    from tunnel import agent
+
+    raise SystemExit(agent.run(config))
+
+
+@program.command("demo")
+@_log_options
+def _demo(log_level: str, log_format: str) -> None:
+    """Show it all in one process, on loopback and free ports."""
+    _log_to_stderr(log_level, log_format)
+    from tunnel import demo
+
+    raise SystemExit(demo.run())
+
+
+def _log_to_stderr(level: str, fmt: str) -> None:
+    from tunnel import logs
+
+    logs.configure(level, fmt)
+
+
+def main() -> None:
+    """Run the program ``tunnel``; does not return."""
+    program(prog_name="tunnel")

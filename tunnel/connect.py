@@ -1,0 +1,139 @@
+"""Connecting to a host and port: resolve the name, try every address, give back a socket.
+
+Rules that hold here:
+
+- Names are resolved in threads of their own limiter: a resolver that stalls starves nothing else.
+- All addresses of a name are tried, each with a short head start over the next (RFC 8305).
+- Every failure is a ``DialError``; the caller's deadline bounds everything here.
+
+This file must not know who wants the socket, or for what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+from typing import Any
+
+import trio
+
+from tunnel.errors import DialError, DialTimeout, DnsError, Refused, Unreachable
+
+_HEAD_START = 0.25
+_Address = tuple[int, Any]  # family and the address as sockets take it
+
+
+class Connector:
+    """Connects, and owns the threads that resolve names.
+
+    Args:
+        lookups: how many names may be in resolution at once.
+    """
+
+    def __init__(self, lookups: int = 32) -> None:
+        self._limiter = trio.CapacityLimiter(lookups)
+
+    async def connect(self, host: str, port: int) -> socket.socket:
+        """A connected, non-blocking TCP socket with ``TCP_NODELAY``. If cancelled, nothing stays open.
+
+        Raises:
+            DnsError: the name has no address, or no resolver answered.
+            Refused: every address refused.
+            DialTimeout: the system gave up waiting for an answer.
+            Unreachable: anything else that the network, or this machine, had against it.
+        """
+        addresses = _literal(host, port) or await self._resolve(host, port)
+        sock = await (_connect_one(addresses[0]) if len(addresses) == 1 else _connect_any(addresses))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
+
+    async def _resolve(self, host: str, port: int) -> list[_Address]:
+        try:
+            found = await trio.to_thread.run_sync(
+                lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM),
+                limiter=self._limiter,
+                abandon_on_cancel=True,
+            )
+        except OSError as error:
+            raise DnsError(f"{host}: {error.strerror or error}") from error
+        except UnicodeError as error:  # a name that the system's own encoding does not take
+            raise DnsError(f"{host}: {error}") from error
+        return [(int(family), address) for family, _, _, _, address in found]
+
+
+def _literal(host: str, port: int) -> list[_Address] | None:
+    """The address itself, for a host that needs no resolver."""
+    for family in (socket.AF_INET6,) if ":" in host else (socket.AF_INET,):
+        with contextlib.suppress(OSError):
+            socket.inet_pton(family, host)
+            return [(int(family), (host, port))]
+    return None
+
+
+async def _connect_one(where: _Address) -> socket.socket:
+    family, address = where
+    try:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise _dial_error(error, address) from error
+    try:
+        sock.setblocking(False)
+        code = sock.connect_ex(address)
+        if code == errno.EINPROGRESS:
+            await trio.lowlevel.wait_writable(sock)
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if not code and sock.getsockname() == sock.getpeername():
+            code = errno.ECONNREFUSED  # no one listens, and the system chose that very port for our own end
+        if code:
+            raise OSError(code, os.strerror(code))
+    except OSError as error:
+        sock.close()
+        raise _dial_error(error, address) from error
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def _connect_any(addresses: list[_Address]) -> socket.socket:
+    won: list[socket.socket] = []
+    errors: list[DialError] = []
+
+    async def attempt(where: _Address, failed: trio.Event) -> None:
+        try:
+            sock = await _connect_one(where)
+        except DialError as error:
+            errors.append(error)
+            failed.set()
+            return
+        if won:
+            sock.close()
+        won.append(sock)
+        nursery.cancel_scope.cancel()
+
+    try:
+        async with trio.open_nursery() as nursery:
+            for where in addresses:
+                failed = trio.Event()
+                nursery.start_soon(attempt, where, failed)
+                with trio.move_on_after(_HEAD_START):
+                    await failed.wait()
+        await trio.lowlevel.checkpoint_if_cancelled()
+    except BaseException:
+        for sock in won:
+            sock.close()
+        raise
+    if won:
+        return won[0]
+    raise errors[0] if len({error.code for error in errors}) == 1 else Unreachable("; ".join(map(str, errors)))
+
+
+def _dial_error(error: OSError, address: tuple[Any, ...]) -> DialError:
+    text = f"{address[0]} port {address[1]}: {error.strerror or error}"
+    if isinstance(error, ConnectionRefusedError):
+        return Refused(text)
+    if isinstance(error, TimeoutError):
+        return DialTimeout(text)
+    return Unreachable(text)

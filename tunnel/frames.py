@@ -1,0 +1,334 @@
+"""The wire, without I/O: packets, their bytes, and a decoder that copies no DATA.
+
+A frame is a big-endian ``u32`` length and a body of that many bytes: one msgpack array ``[type, field, ...]``.
+
+Rules that hold here:
+
+- A length over the limit, or zero, is refused from the four bytes alone; nothing is allocated for it.
+- DATA is written with a fixed-width header, so that it is built and recognised at fixed offsets. Any other valid
+  msgpack spelling of it is understood too.
+- The payload of a fixed-width DATA frame is handed on piece by piece as it arrives: no frame is ever assembled.
+- Fields beyond the known ones are ignored, so that a later version can add some; missing or wrong ones are refused.
+
+This file must not know streams (what an id means, whether a packet is legal now), time, or sockets.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import Any, ClassVar
+
+import msgpack
+
+from tunnel.errors import RemoteProtocolError
+
+VERSION = 1
+DATA = 7
+MAX_U32 = 0xFFFFFFFF
+READ_SIZE = 256 * 1024
+DATA_OVERHEAD = 16
+"""Bytes that a fixed-width DATA frame adds to its payload: length, array, type, stream, bin length."""
+
+_LENGTH = struct.Struct(">I")
+_DATA_HEADER = struct.Struct(">IBBBIBI")
+_ARRAY_OF_3, _UINT32, _BIN32 = 0x93, 0xCE, 0xC6
+_MAX_ITEMS = 1024  # in any array or map of a body: bounds what a nested body can make us allocate
+
+_pack = msgpack.Packer(autoreset=True).pack
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """One control packet. Subclasses list their fields in wire order."""
+
+    type: ClassVar[int]
+
+    def encode(self) -> bytes:
+        """The whole frame."""
+        kind = type(self)
+        body: bytes = _pack((kind.type, *_VALUES[kind](self)))
+        return _LENGTH.pack(len(body)) + body
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Packet):
+    """First packet of the side that dialled; ``info`` is described in ``handshake.py``."""
+
+    type = 1
+    version: int
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(Packet):
+    """The answer to HELLO that makes the link usable."""
+
+    type = 4
+    version: int
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class DialReq(Packet):
+    """Open a stream to a target. ``window``: bytes the opener takes unasked; ``ms``: time left for the dial."""
+
+    type = 5
+    stream: int
+    host: str
+    port: int
+    window: int
+    ms: int
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class DialRsp(Packet):
+    """Answer to DIAL_REQ: ``code`` is ``ok`` or a dial error's; ``window`` as in DIAL_REQ."""
+
+    type = 6
+    stream: int
+    code: str
+    text: str
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
+class Eof(Packet):
+    """No more DATA of this stream in this direction."""
+
+    type = 8
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close(Packet):
+    """Reset of a stream, in both directions at once. Stream 0 is the link itself: goodbye."""
+
+    type = 9
+    stream: int
+    code: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Credit(Packet):
+    """So many bytes more may be sent on the stream."""
+
+    type = 10
+    stream: int
+    amount: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ping(Packet):
+    """Answered at once by a PONG with the same token."""
+
+    type = 11
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pong(Packet):
+    """Answer to PING."""
+
+    type = 12
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain(Packet):
+    """The agent is leaving: prefer others. ``ms``: time left; ``open``: streams open now."""
+
+    type = 13
+    seq: int
+    phase: str
+    reason: str
+    ms: int
+    open: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAck(Packet):
+    """Answer to DRAIN, behind every DIAL_REQ that was chosen before the mark."""
+
+    type = 14
+    seq: int
+    phase: str
+
+
+_KINDS: tuple[type[Packet], ...] = (
+    Hello, Welcome, DialReq, DialRsp, Eof, Close, Credit, Ping, Pong, Drain, DrainAck,
+)  # fmt: skip
+_BY_TYPE = {kind.type: kind for kind in _KINDS}
+
+
+def _is_uint(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_U32
+
+
+_CHECKS: dict[object, Callable[[object], bool]] = {
+    "int": _is_uint,
+    "str": lambda value: type(value) is str,
+    "dict[str, Any]": lambda value: type(value) is dict and all(type(key) is str for key in value),
+}
+
+
+def _getter(kind: type[Packet]) -> Callable[[Packet], tuple[Any, ...]]:
+    names = [field.name for field in fields(kind)]
+    if len(names) == 1:
+        one = attrgetter(names[0])
+        return lambda packet: (one(packet),)
+    return attrgetter(*names)
+
+
+_VALUES = {kind: _getter(kind) for kind in _KINDS}
+_SHAPES = {kind: [(field.name, _CHECKS[field.type]) for field in fields(kind)] for kind in _KINDS}
+
+
+def data_header(stream: int, size: int) -> bytes:
+    """What stands before ``size`` bytes of payload in a DATA frame."""
+    return _DATA_HEADER.pack(size + 12, _ARRAY_OF_3, DATA, _UINT32, stream, _BIN32, size)
+
+
+def _parse(body: memoryview) -> list[Any]:
+    try:
+        value = msgpack.unpackb(body, max_array_len=_MAX_ITEMS, max_map_len=_MAX_ITEMS)
+    except Exception as error:  # msgpack documents no closed set: stack, format, buffer, unicode, value errors
+        raise RemoteProtocolError(f"a frame's body is not one msgpack value: {type(error).__name__}: {error}") from None
+    if type(value) is not list or not value or not _is_uint(value[0]):
+        raise RemoteProtocolError("a frame's body is not an array that starts with a packet type")
+    return value
+
+
+def _packet(kind: type[Packet], values: list[Any]) -> Packet:
+    shape = _SHAPES[kind]
+    if len(values) - 1 < len(shape):
+        raise RemoteProtocolError(f"{kind.__name__} has {len(values) - 1} fields, not {len(shape)}")
+    for (name, check), value in zip(shape, values[1:], strict=False):
+        if not check(value):
+            raise RemoteProtocolError(f"{kind.__name__}.{name} is {value!r:.60}")
+    return kind(*values[1 : len(shape) + 1])
+
+
+class Decoder:
+    """Turns received bytes into calls: ``on_packet(packet)`` and ``on_data(stream, payload)``.
+
+    Either read into ``buffer()`` and say how much with ``received(n)``, or ``feed()`` bytes. Both callables may be
+    replaced at any time, also from within a call. A payload view is valid only during its call.
+
+    Attributes:
+        limit: the longest body taken, in bytes.
+        unknown: packets ignored so far because their type is not known.
+    """
+
+    def __init__(
+        self, limit: int, on_packet: Callable[[Packet], None], on_data: Callable[[int, memoryview], None]
+    ) -> None:
+        self.limit = limit
+        self.on_packet = on_packet
+        self.on_data = on_data
+        self.unknown = 0
+        self._view = memoryview(bytearray(READ_SIZE))
+        self._end = 0  # bytes in the buffer; the first of them always starts a frame or continues a payload
+        self._stream = 0  # whose payload is being received
+        self._left = 0  # bytes of it that are still to come
+
+    def __repr__(self) -> str:
+        return f"<Decoder held={self._end} payload_left={self._left} unknown={self.unknown}>"
+
+    def buffer(self) -> memoryview:
+        """Where to put the bytes received next; never empty."""
+        if self._end == len(self._view):  # full with one incomplete frame, whose length was found within the limit
+            self._resize(4 + _LENGTH.unpack_from(self._view)[0])
+        elif self._end == 0 and len(self._view) != READ_SIZE:
+            self._resize(READ_SIZE)
+        return self._view[self._end :]
+
+    def _resize(self, size: int) -> None:
+        bigger = memoryview(bytearray(size))
+        bigger[: self._end] = self._view[: self._end]
+        self._view = bigger
+
+    def feed(self, data: bytes | bytearray | memoryview) -> None:
+        """Like ``received`` for bytes that are somewhere else.
+
+        Raises:
+            RemoteProtocolError: see ``received``.
+        """
+        rest = memoryview(data)
+        while rest:
+            room = self.buffer()
+            size = min(len(room), len(rest))
+            room[:size] = rest[:size]
+            self.received(size)
+            rest = rest[size:]
+
+    def received(self, count: int) -> None:
+        """Take ``count`` bytes that were put into ``buffer()``.
+
+        Raises:
+            RemoteProtocolError: they are not a valid frame. The decoder is not usable any more.
+        """
+        end = self._end + count
+        position = self._consume(end)
+        rest = end - position
+        if rest and position:
+            self._view[:rest] = bytes(self._view[position:end])
+        self._end = rest
+
+    def _consume(self, end: int) -> int:
+        """Decode what is whole; the position of what is not."""
+        view, position = self._view, 0
+        while position < end:
+            if self._left:
+                taken = min(self._left, end - position)
+                self._left -= taken
+                self.on_data(self._stream, view[position : position + taken])
+                position += taken
+                continue
+            size = end - position
+            if size >= DATA_OVERHEAD:
+                length, array, kind, uint, stream, binary, payload = _DATA_HEADER.unpack_from(view, position)
+                self._check_length(length)
+                if array == _ARRAY_OF_3 and kind == DATA and uint == _UINT32 and binary == _BIN32:
+                    self._begin_data(stream, payload, length - 12)
+                    position += DATA_OVERHEAD
+                    continue
+            elif size >= 4:
+                (length,) = _LENGTH.unpack_from(view, position)
+                self._check_length(length)
+            else:
+                break
+            if size < 4 + length:
+                break
+            position += 4
+            self._decode(view[position : position + length])
+            position += length
+        return position
+
+    def _check_length(self, length: int) -> None:
+        if not 0 < length <= self.limit:
+            raise RemoteProtocolError(f"a frame says its body has {length} bytes; 1 to {self.limit} are taken")
+
+    def _begin_data(self, stream: int, payload: int, room: int) -> None:
+        if payload != room or not payload:
+            raise RemoteProtocolError(f"DATA says it has {payload} bytes, in a frame with room for {room}")
+        self._stream, self._left = stream, payload
+
+    def _decode(self, body: memoryview) -> None:
+        values = _parse(body)
+        kind = _BY_TYPE.get(values[0])
+        if kind is not None:
+            self.on_packet(_packet(kind, values))
+        elif values[0] == DATA:
+            self._decode_data(values)
+        else:
+            self.unknown += 1
+
+    def _decode_data(self, values: list[Any]) -> None:
+        if len(values) < 3 or not _is_uint(values[1]) or type(values[2]) is not bytes or not values[2]:
+            raise RemoteProtocolError("DATA is not a stream and at least one byte")
+        self.on_data(values[1], memoryview(values[2]))

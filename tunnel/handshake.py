@@ -1,0 +1,167 @@
+"""The first packets of a link, without I/O: who are you, and do we speak the same protocol.
+
+    dialling side:   START --first()--> HELLO SENT --WELCOME--> DONE
+                                             +-----CLOSE(0)---> refused
+    accepting side:  START --HELLO--> DONE (and answers WELCOME)
+                       +--HELLO that cannot be taken--> refused (and answers CLOSE of stream 0)
+
+Rules that hold here:
+
+- Nothing of the peer is believed before it is checked for shape, and nothing else is legal before DONE.
+- A version mismatch names both versions, on both sides.
+- Unknown entries of a HELLO or WELCOME are ignored: features are how later versions find each other.
+
+CHALLENGE (type 2) and AUTH (type 3) have their place between HELLO and WELCOME; no credentials exist yet, and a peer
+that sends either is refused. This file must not know sockets, streams or time.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+from tunnel import frames
+from tunnel.config import parse_agent_name
+from tunnel.errors import ConfigError, HandshakeRefused, RemoteProtocolError
+from tunnel.frames import Close, Hello, Packet, Welcome
+
+ROLES = ("agent", "client")
+_INSTANCE = re.compile(r"[0-9a-f]{32}\Z")
+
+
+def new_instance() -> str:
+    """An id for this process start: 128 random bits, as 32 hexadecimal digits."""
+    return secrets.token_hex(16)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What one side says of itself.
+
+    Attributes:
+        role: ``agent``, ``client`` or ``server``.
+        name: chosen by whoever runs it; not unique.
+        instance: unique to one process start.
+        features: words for what else it can do.
+        draining: it is about to leave, and wants nothing new while others can serve.
+    """
+
+    role: str
+    name: str
+    instance: str = field(default_factory=new_instance)
+    features: tuple[str, ...] = ()
+    draining: bool = False
+
+    def to_info(self) -> dict[str, Any]:
+        """The entries of HELLO or WELCOME that say it."""
+        return {
+            "role": self.role,
+            "name": self.name,
+            "instance": self.instance,
+            "features": list(self.features),
+            "draining": self.draining,
+        }
+
+
+def _read_identity(info: dict[str, Any], roles: tuple[str, ...]) -> Identity:
+    role, name, instance = info.get("role"), info.get("name"), info.get("instance")
+    features, draining = info.get("features", []), info.get("draining", False)
+    if role not in roles:
+        raise RemoteProtocolError(f"role is {role!r:.60}, not one of {', '.join(roles)}")
+    if not isinstance(name, str):
+        raise RemoteProtocolError(f"name is {name!r:.60}, not a text")
+    try:
+        parse_agent_name(name)
+    except ConfigError as error:
+        raise RemoteProtocolError(f"name: {error}") from None
+    if not isinstance(instance, str) or not _INSTANCE.match(instance):
+        raise RemoteProtocolError(f"instance is {instance!r:.60}, not 32 hexadecimal digits")
+    if type(features) is not list or not all(type(word) is str for word in features):
+        raise RemoteProtocolError(f"features is {features!r:.60}, not a list of words")
+    return Identity(str(role), name, instance, tuple(features), draining is True)
+
+
+def _check_version(version: int) -> None:
+    if version != frames.VERSION:
+        raise RemoteProtocolError(f"the peer speaks protocol version {version}, this side {frames.VERSION}")
+
+
+class DiallingHandshake:
+    """The side that opened the connection: an agent or a client.
+
+    Attributes:
+        peer: the server, once DONE.
+        servers: how many servers there are in all, as the server says.
+    """
+
+    def __init__(self, me: Identity) -> None:
+        self.me = me
+        self.peer: Identity | None = None
+        self.servers = 1
+
+    @property
+    def opens(self) -> bool:
+        """Whether this side opens the streams of the link."""
+        return self.me.role == "client"
+
+    def first(self) -> Packet:
+        """What to send before anything is received."""
+        return Hello(frames.VERSION, self.me.to_info())
+
+    def receive(self, packet: Packet) -> Packet | None:
+        """Take a packet; the answer to send, if any.
+
+        Raises:
+            HandshakeRefused: the server said no; code and text are the server's.
+            RemoteProtocolError: the packet is not a WELCOME, or not one that can be believed.
+        """
+        if isinstance(packet, Close) and packet.stream == 0:
+            raise HandshakeRefused(packet.code, packet.text)
+        if not isinstance(packet, Welcome):
+            raise RemoteProtocolError(f"{type(packet).__name__} before WELCOME")
+        _check_version(packet.version)
+        servers = packet.info.get("servers", 1)
+        if type(servers) is not int or servers < 1:
+            raise RemoteProtocolError(f"servers is {servers!r:.60}, not a positive number")
+        self.servers = servers
+        self.peer = _read_identity(packet.info, ("server",))
+        return None
+
+
+class AcceptingHandshake:
+    """The side that was dialled: the server.
+
+    Attributes:
+        peer: the agent or client, once DONE.
+    """
+
+    def __init__(self, me: Identity, servers: int = 1) -> None:
+        self.me = me
+        self.servers = servers
+        self.peer: Identity | None = None
+
+    @property
+    def opens(self) -> bool:
+        """Whether this side opens the streams of the link, once DONE."""
+        return self.peer is not None and self.peer.role == "agent"
+
+    def first(self) -> Packet | None:
+        """Nothing: the dialling side speaks first."""
+        return None
+
+    def receive(self, packet: Packet) -> Packet | None:
+        """Take a packet; the answer to send, if any.
+
+        Raises:
+            RemoteProtocolError: the packet is not a HELLO, or not one that can be taken.
+        """
+        if not isinstance(packet, Hello):
+            raise RemoteProtocolError(f"{type(packet).__name__} before HELLO")
+        _check_version(packet.version)
+        self.peer = _read_identity(packet.info, ROLES)
+        return Welcome(frames.VERSION, {**self.me.to_info(), "servers": self.servers})
+
+
+Handshake = DiallingHandshake | AcceptingHandshake

@@ -1,0 +1,108 @@
+"""HTTP CONNECT without I/O: the request head in, a target and early bytes out, and every reply as bytes.
+
+Rules that hold here:
+
+- h11 reads and writes the heads; what it refuses, we refuse, with the status it hints at.
+- Only CONNECT is taken, with an authority (``host:port``) and without a body.
+- Bytes behind the head belong to the stream: they are kept, in order.
+
+This file must not know sockets, time, or how a dial is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import h11
+
+from tunnel.address import Target
+from tunnel.errors import AddressError, TunnelError
+
+ESTABLISHED = b"HTTP/1.1 200 Connection Established\r\n\r\n"
+_REASONS = {
+    400: b"Bad Request",
+    403: b"Forbidden",
+    405: b"Method Not Allowed",
+    408: b"Request Timeout",
+    431: b"Request Header Fields Too Large",
+    502: b"Bad Gateway",
+    503: b"Service Unavailable",
+    504: b"Gateway Timeout",
+}
+
+
+class BadRequest(TunnelError):
+    """The head is not a CONNECT that can be served; ``status`` is what to answer with."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectRequest:
+    """A CONNECT that can be served.
+
+    Attributes:
+        target: where to.
+        early: bytes that came behind the head.
+    """
+
+    target: Target
+    early: bytes
+
+
+class Head:
+    """One request head.
+
+    Args:
+        limit: longest head taken, in bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=limit)
+
+    def feed(self, data: bytes) -> ConnectRequest | None:
+        """Take bytes, ``b""`` at the end; the request once its head is whole.
+
+        Raises:
+            BadRequest: it is not one that can be served.
+        """
+        try:
+            self._http.receive_data(data)
+            event = self._http.next_event()
+        except h11.RemoteProtocolError as error:
+            raise BadRequest(error.error_status_hint, str(error)) from None
+        if event is h11.NEED_DATA:
+            return None
+        if not isinstance(event, h11.Request):
+            raise BadRequest(400, "the connection ended before a request")
+        return self._check(event)
+
+    def _check(self, request: h11.Request) -> ConnectRequest:
+        if request.method != b"CONNECT":
+            raise BadRequest(405, f"{request.method.decode('ascii')} is not served here, only CONNECT")
+        names = {name for name, value in request.headers if (name, value) != (b"content-length", b"0")}
+        if names & {b"content-length", b"transfer-encoding"}:
+            raise BadRequest(400, "a CONNECT has no body")
+        try:
+            target = Target.parse(request.target.decode("utf-8"))
+        except (AddressError, UnicodeDecodeError) as error:
+            raise BadRequest(400, str(error)) from None
+        while self._http.next_event() is not h11.PAUSED:
+            pass
+        return ConnectRequest(target, bytes(self._http.trailing_data[0]))
+
+    def reply(self, status: int, text: str) -> bytes:
+        """A whole reply that ends the connection, with one line of text."""
+        body = f"{text}\n".encode()
+        headers = [
+            ("Content-Type", "text/plain; charset=utf-8"),
+            ("Content-Length", str(len(body))),
+            ("Connection", "close"),
+        ]
+        if status == 405:
+            headers.append(("Allow", "CONNECT"))
+        response = h11.Response(status_code=status, reason=_REASONS[status], headers=headers)
+        parts = [self._http.send(event) for event in (response, h11.Data(data=body), h11.EndOfMessage())]
+        return b"".join(part for part in parts if part)

@@ -1,0 +1,305 @@
+"""A link: one ``Session`` on one transport, with the tasks that keep it alive.
+
+    START --run()--> SHAKING HANDS --peer known--> LINKED --> ENDED
+                            +------------------------------> ENDED
+
+A link ends when the peer closes or breaks the transport, breaks a rule, says goodbye, or is silent for three
+keepalive intervals; when ``close`` is called; or when ``run`` is cancelled. Then all its streams are reset.
+
+Rules that hold here:
+
+- The reader never waits for a stream. The send side belongs to ``flush`` while the transport takes bytes at once, and
+  to the writer task from the moment it does not until all is sent. Nothing else touches it.
+- Liveness needs bytes *received*: anything counts.
+- Whoever queues something on the session calls ``flush`` afterwards, once for many.
+
+This file must not know targets, backends, or what the streams are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import trio
+from trio_util import AsyncValue
+
+from tunnel import logs
+from tunnel.config import Limits, Timeouts
+from tunnel.errors import DialError, HandshakeRefused, LinkClosed, LinkLost, RemoteProtocolError, TunnelError
+from tunnel.frames import Close, Decoder, DialReq, Packet, Ping, Pong
+from tunnel.handshake import Handshake, Identity
+from tunnel.session import Session, Stream
+from tunnel.stream import TunnelStream
+from tunnel.transport import BROKEN, Buffer, Transport
+
+log = logs.get_logger(__name__)
+
+_TAKE = 512 * 1024  # bytes taken from the session at once: what control packets cannot overtake any more
+_GOODBYE = 1.0  # seconds that a last word may take
+_MISSES = 3  # silent keepalive intervals that end a link
+
+
+def refuse_dials(stream: TunnelStream, request: DialReq) -> None:
+    """The ``on_dial`` of a link whose peer never asks for streams."""
+    raise RemoteProtocolError(f"DIAL_REQ for {request.host!r:.80} on a link that takes none")
+
+
+def ignore_control(packet: Packet) -> None:
+    """The ``on_control`` of a link that expects nothing in particular."""
+
+
+class Link:
+    """One connection between two of ours.
+
+    Args:
+        transport: connected; the link closes it.
+        handshake: the side of it that this is.
+        on_dial: called with each stream that the peer asks for.
+        on_control: called with packets about the link, such as DRAIN.
+
+    Attributes:
+        open_streams: how many streams are open or being dialled; wait for 0 to see the link idle.
+        why: why it ended, from the moment that is certain.
+        ended: set when nothing of it is left.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        handshake: Handshake,
+        *,
+        limits: Limits,
+        timeouts: Timeouts,
+        on_dial: Callable[[TunnelStream, DialReq], None] = refuse_dials,
+        on_control: Callable[[Packet], None] = ignore_control,
+    ) -> None:
+        self.open_streams: AsyncValue[int] = AsyncValue(0)
+        self.ended = trio.Event()
+        self.why: TunnelError | None = None
+        self._transport = transport
+        self._handshake = handshake
+        self._limits = limits
+        self._timeouts = timeouts
+        self._on_dial = on_dial
+        self._on_control = on_control
+        self.session = Session(
+            opener=False,
+            window=limits.first_window,
+            on_dial=self._dialled,
+            on_control=self._control,
+            on_streams=partial(setattr, self.open_streams, "value"),
+        )
+        self._decoder = Decoder(limits.body_before_auth, self._shake_hands, self._refuse_data)
+        self._scope = trio.CancelScope()
+        self._linked = trio.Event()
+        self._blocked = trio.Event()  # set: the writer task has the send side
+        self._idle = trio.Event()  # set: everything was sent
+        self._idle.set()
+        self._unsent: Sequence[Buffer] = ()
+        self._heard = False
+        self._said_goodbye = False
+        self._waiting: list[Callable[[], None]] = []
+
+    def __repr__(self) -> str:
+        state = f"ended: {self.why}" if self.why else "linked" if self._linked.is_set() else "shaking hands"
+        return f"<Link {self.peer.name if self.peer else '?'} {state} {self.session!r}>"
+
+    @property
+    def peer(self) -> Identity | None:
+        """Who is at the other end."""
+        return self._handshake.peer
+
+    # -- life
+
+    async def run(self, *, task_status: trio.TaskStatus[Link] = trio.TASK_STATUS_IGNORED) -> None:
+        """Run the link to its end; ``task_status.started`` is called with it when it is linked.
+
+        Returns when a link that was linked has ended; ``why`` says why. Cancelling it ends the link.
+
+        Raises:
+            HandshakeRefused: the peer does not want us; before ``started`` only.
+            LinkClosed: the handshake failed otherwise, or took too long; before ``started`` only.
+        """
+        try:
+            with self._scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._read)
+                    nursery.start_soon(self._write)
+                    await self._greet()
+                    task_status.started(self)
+                    await self._keep_alive()
+        finally:
+            await self._bury()
+        if not self._linked.is_set() and self.why:
+            raise self.why
+
+    async def _greet(self) -> None:
+        first = self._handshake.first()
+        if first is not None:
+            self.session.send_control(first)
+            self.flush()
+        with trio.move_on_after(self._timeouts.handshake):
+            await self._linked.wait()
+            return
+        await self.close("timeout", f"the handshake took longer than {self._timeouts.handshake:g} s")
+        await trio.sleep_forever()  # until the scope's cancellation, just requested, arrives
+
+    async def _bury(self) -> None:
+        self._end(LinkClosed("this side was stopped"))
+        self.session.end(LinkLost.code, str(self.why))
+        self._room()
+        with trio.move_on_after(_GOODBYE, shield=True):
+            if self._said_goodbye:
+                await self._transport.linger()
+        with trio.CancelScope(shield=True):
+            await self._transport.aclose()
+        self.ended.set()
+
+    def _end(self, why: TunnelError) -> None:
+        if self.why is None:
+            self.why = why
+            self._scope.cancel()
+
+    async def close(self, code: str, text: str) -> None:
+        """Say goodbye and end the link, within two seconds. Its streams are reset. Cancelling it changes nothing."""
+        if self.why is None and not self._said_goodbye:
+            self._said_goodbye = True
+            self.session.send_control(Close(0, code, text))
+            self.flush()
+            with trio.move_on_after(_GOODBYE, shield=True):
+                await self._idle.wait()
+            self._end(LinkClosed(text))
+
+    # -- sending
+
+    @property
+    def congested(self) -> bool:
+        """Whether so much DATA is queued that sockets of this link should not be read now."""
+        return self.session.queued > self._limits.high_water
+
+    def when_room(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called once, when the queue is down to half the high-water mark or the link has ended."""
+        self._waiting.append(call)
+
+    def _room(self) -> None:
+        if self._waiting and (self.why or self.session.queued * 2 <= self._limits.high_water):
+            calls, self._waiting = self._waiting, []
+            for call in calls:
+                call()
+
+    def flush(self) -> None:
+        """Send what the session has to send, as far as the transport takes it now; the writer task does the rest."""
+        if self._blocked.is_set() or self.why:
+            return
+        try:
+            while buffers := self.session.take(_TAKE):
+                self._unsent = self._transport.send_now(buffers)
+                if self._unsent:
+                    self._idle = trio.Event()
+                    self._blocked.set()
+                    return
+                if self._waiting:
+                    self._room()
+        except BROKEN as error:
+            self._end(LinkClosed(f"the link broke: {error}"))
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                await self._blocked.wait()
+                while self._unsent or self.session.has_output:
+                    await self._transport.send(self._unsent or self.session.take(_TAKE))
+                    self._unsent = ()
+                    self._room()
+                self._blocked = trio.Event()
+                self._idle.set()
+        except BROKEN as error:
+            self._end(LinkClosed(f"the link broke: {error}"))
+
+    # -- receiving
+
+    async def _read(self) -> None:
+        try:
+            while count := await self._transport.receive_into(self._decoder.buffer()):
+                self._heard = True
+                self._decoder.received(count)
+                self.flush()
+            self._end(LinkClosed("the peer closed the connection"))
+        except BROKEN as error:
+            self._end(LinkClosed(f"the link broke: {error}"))
+        except HandshakeRefused as error:
+            self._end(error)
+        except RemoteProtocolError as error:
+            await self.close("protocol", str(error))
+
+    def _shake_hands(self, packet: Packet) -> None:
+        answer = self._handshake.receive(packet)
+        if answer is not None:
+            self.session.send_control(answer)
+        if self.peer is not None:
+            self.session.opener = self._handshake.opens
+            self._decoder.limit = self._limits.body
+            self._decoder.on_packet = self.session.receive_packet
+            self._decoder.on_data = self.session.receive_data
+            self._linked.set()
+
+    def _refuse_data(self, stream: int, data: memoryview) -> None:
+        raise RemoteProtocolError("DATA during the handshake")
+
+    def _dialled(self, stream: Stream, request: DialReq) -> None:
+        self._on_dial(TunnelStream(stream, self), request)
+
+    def _control(self, packet: Packet) -> None:
+        if isinstance(packet, Close):
+            self._end(LinkClosed(f"the peer said: {packet.text} ({packet.code})"))
+        elif not isinstance(packet, Pong):  # which has done its work by being heard
+            self._on_control(packet)
+
+    async def _keep_alive(self) -> None:
+        misses = token = 0
+        while True:
+            await trio.sleep(self._timeouts.keepalive)
+            if self._heard:
+                self._heard, misses = False, 0
+                continue
+            misses += 1
+            if misses == _MISSES:
+                seconds = self._timeouts.keepalive * _MISSES
+                self._end(LinkClosed(f"nothing was heard for {seconds:g} s"))
+            token += 1
+            self.session.send_control(Ping(token & 0xFFFF))
+            self.flush()
+
+    # -- streams
+
+    async def dial(self, host: str, port: int, *, ms: int, options: dict[str, Any] | None = None) -> TunnelStream:
+        """Ask the peer for a stream to ``host:port``, which it should reach within ``ms`` milliseconds.
+
+        If cancelled, the peer is told, and no stream is left on either side.
+
+        Raises:
+            DialError: what the peer answered, or ``LinkLost`` when the link ends first.
+        """
+        if self.why is not None:
+            raise LinkLost(str(self.why))
+        task = trio.lowlevel.current_task()
+        answer: list[DialError | None] = []
+
+        def answered(error: DialError | None) -> None:
+            answer.append(error)
+            trio.lowlevel.reschedule(task)
+
+        stream = self.session.open(host, port, ms, options or {}, answered)
+
+        def abort(_: object) -> trio.lowlevel.Abort:
+            stream.reset("cancelled", "the dial was given up")
+            self.flush()
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        self.flush()
+        await trio.lowlevel.wait_task_rescheduled(abort)
+        if answer[0] is not None:
+            raise answer[0]
+        return TunnelStream(stream, self)

@@ -1,0 +1,118 @@
+"""Listening: bind an address, and hand every connection that arrives to a task of its own.
+
+Rules that hold here:
+
+- Connections are accepted in batches, until the kernel has no more.
+- A listener outlives a shortage of descriptors or memory: it waits a little and goes on, and says so once a minute.
+- Closing a listener ends no connection, and resets none that the kernel had already taken: its queue is emptied first.
+
+This file must not know what the connections are for.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from tunnel import logs
+from tunnel.address import ListenAddress
+from tunnel.errors import TunnelError
+
+log = logs.get_logger(__name__)
+
+_BACKLOG = 4096  # the system lowers it to its own bound
+_BATCH = 64  # accepted between two chances for other tasks
+_PAUSE = 0.1  # seconds after the system had no resources for one more connection
+_QUIET = 60.0  # seconds between two log lines about that
+_SHORTAGE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+Handler = Callable[[socket.socket], Awaitable[None]]
+Spawn = Callable[[Handler, socket.socket], bool]
+
+
+class BindError(TunnelError):
+    """An address could not be listened on; the text names it and says why."""
+
+
+async def bind(address: ListenAddress) -> list[socket.socket]:
+    """Listening, non-blocking sockets on every address that the host stands for.
+
+    With port 0 and several addresses, all get the port that the system chose for the first.
+
+    Raises:
+        BindError: the host has no address here, or one of them cannot be listened on.
+    """
+    sockets: list[socket.socket] = []
+    port = address.port
+    try:
+        found = await trio.socket.getaddrinfo(address.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, where in found:
+            sockets.append(_bind_one(family, (where[0], port, *where[2:])))
+            port = sockets[0].getsockname()[1]
+    except OSError as error:
+        for sock in sockets:
+            sock.close()
+        raise BindError(f"cannot listen on {address}: {error.strerror or error}") from error
+    return sockets
+
+
+def _bind_one(family: int, where: tuple[object, ...]) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(where)
+        sock.listen(_BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def bound_address(sock: socket.socket) -> ListenAddress:
+    """Where a socket of ``bind`` really listens."""
+    host, port = sock.getsockname()[:2]
+    return ListenAddress(host.partition("%")[0], port)
+
+
+async def accept(listener: socket.socket, handler: Handler, spawn: Spawn) -> None:
+    """Have ``spawn(handler, socket)`` start a task for each connection, until cancelled; then close the listener.
+
+    The sockets are non-blocking and have ``TCP_NODELAY``; each handler closes its own. Where ``spawn`` says False,
+    the connection is closed at once.
+    """
+    complained = -_QUIET
+    with listener:
+        try:
+            while True:
+                await trio.lowlevel.wait_readable(listener)
+                shortage = _accept_batch(listener, handler, spawn)
+                if shortage is not None:
+                    if trio.current_time() - complained >= _QUIET:
+                        complained = trio.current_time()
+                        log.warning("cannot accept", address=bound_address(listener), cause=shortage.strerror)
+                    await trio.sleep(_PAUSE)
+        finally:
+            _accept_batch(listener, handler, spawn, most=_BACKLOG)
+
+
+def _accept_batch(listener: socket.socket, handler: Handler, spawn: Spawn, most: int = _BATCH) -> OSError | None:
+    for _ in range(most):
+        try:
+            sock, _ = listener.accept()
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            if error.errno in _SHORTAGE:
+                return error
+            continue  # this one connection failed before it was accepted
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if not spawn(handler, sock):
+            sock.close()
+    return None

@@ -1,0 +1,146 @@
+"""Logs: one line per event on stderr, as logfmt for people or as JSON for machines.
+
+Rules that hold here:
+
+- Modules log through ``get_logger(__name__)``: a word or two for the event, the facts as keywords. They go into the
+  standard library's logging, so a program that embeds this package decides what becomes of them.
+- No value can break out of its line: whatever is not printable is escaped in both formats, whoever sent it.
+- Logging never raises into its caller, not even when nobody reads stderr any more.
+- A disabled call costs a level check and nothing else.
+
+This file must not know who logs what.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import traceback
+from collections.abc import Iterable, Mapping, MutableMapping
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+import structlog
+
+
+class Logger(structlog.BoundLoggerBase):
+    """What modules log with; ``bind(link=7)`` gives a logger that adds this fact to each of its events.
+
+    Every method takes ``exc_info=``, an exception or True for the one that is being handled.
+    """
+
+    def debug(self, event: str, **facts: object) -> None:
+        """Say what only someone who looks for a fault wants to read."""
+        if self._logger.isEnabledFor(logging.DEBUG):
+            self._proxy_to_logger("debug", event, **facts)
+
+    def info(self, event: str, **facts: object) -> None:
+        """Say what an operator may want to read."""
+        if self._logger.isEnabledFor(logging.INFO):
+            self._proxy_to_logger("info", event, **facts)
+
+    def warning(self, event: str, **facts: object) -> None:
+        """Say what an operator should read some day."""
+        if self._logger.isEnabledFor(logging.WARNING):
+            self._proxy_to_logger("warning", event, **facts)
+
+    def error(self, event: str, **facts: object) -> None:
+        """Say what an operator should read now."""
+        if self._logger.isEnabledFor(logging.ERROR):
+            self._proxy_to_logger("error", event, **facts)
+
+    def exception(self, event: str, **facts: object) -> None:
+        """``error``, with the traceback of the exception that is being handled."""
+        self.error(event, exc_info=True, **facts)
+
+
+def get_logger(name: str) -> Logger:
+    """The logger of a module, by its ``__name__``."""
+    # Bound at once and with a processor of its own: structlog's global settings belong to the embedding program.
+    logger: Logger = structlog.wrap_logger(logging.getLogger(name), [_to_record], Logger, dict).bind()
+    return logger
+
+
+def configure(level: str, fmt: str, stream: TextIO | None = None) -> None:
+    """Send this process's log to ``stream``, or stderr; a second call replaces the first.
+
+    ``level`` is debug, info, warning or error, and holds for this package; of all others only warnings and errors are
+    shown. ``fmt`` is logfmt, json, or auto: logfmt on a terminal and JSON elsewhere.
+    """
+    stream = stream or sys.stderr
+    if fmt == "auto":
+        fmt = "logfmt" if stream and stream.isatty() else "json"
+    handler = _Handler(stream)
+    handler.setFormatter(_Json() if fmt == "json" else _Logfmt())
+    root, threshold = logging.getLogger(), logging.getLevelNamesMapping()[level.upper()]
+    root.handlers = [other for other in root.handlers if not isinstance(other, _Handler)] + [handler]
+    root.setLevel(max(threshold, logging.WARNING))
+    logging.getLogger("tunnel").setLevel(threshold)
+
+
+class _Event(dict[str, object]):
+    """The message of a log record. Where nobody configured anything, its text is what is shown."""
+
+    def __str__(self) -> str:
+        return _logfmt(self)
+
+
+def _to_record(_logger: object, _method: str, facts: MutableMapping[str, Any]) -> tuple[tuple[_Event], dict[str, Any]]:
+    exc_info = facts.pop("exc_info", None)
+    return (_Event(event=facts.pop("event"), **facts),), {"exc_info": exc_info}
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Let it go: a reader that went away must not end the program, and there is nowhere left to complain."""
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {"timestamp": _timestamp(record), "level": record.levelname.lower(), **_facts(record)}
+        if error := _exception(record):
+            line["exception"] = "".join(traceback.format_exception(error))
+        return json.dumps(line, default=str)  # pure ASCII, so every control character comes out escaped
+
+
+class _Logfmt(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        facts, error, trace = _facts(record), _exception(record), ""
+        if error and record.levelno < logging.ERROR:
+            facts["exception"] = traceback.format_exception_only(error)[-1].strip()
+        elif error:
+            trace = "".join(f"\n    {line}" for line in _trace(error))  # set back, so that none can pose as an event
+        return f"{_timestamp(record)} {record.levelname.lower()} {_logfmt(facts)}{trace}"
+
+
+def _facts(record: logging.LogRecord) -> dict[str, object]:
+    return dict(record.msg) if isinstance(record.msg, _Event) else {"event": record.getMessage()}
+
+
+def _exception(record: logging.LogRecord) -> BaseException | None:
+    return record.exc_info[1] if record.exc_info else None
+
+
+def _timestamp(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _trace(error: BaseException) -> Iterable[str]:
+    return map(_escape, "".join(traceback.format_exception(error)).splitlines())
+
+
+def _logfmt(facts: Mapping[str, object]) -> str:
+    return " ".join(_word(value) if key == "event" else f"{key}={_word(value)}" for key, value in facts.items())
+
+
+def _word(value: object) -> str:
+    text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+    if text and text.isprintable() and not any(char in text for char in ' "='):
+        return text
+    return f'"{_escape(text, also=chr(34) + chr(92))}"'
+
+
+def _escape(text: str, also: str = "") -> str:
+    """JSON's escapes for whatever is not printable: line breaks, terminal sequences, characters that turn the text."""
+    return "".join(char if char.isprintable() and char not in also else json.dumps(char)[1:-1] for char in text)

@@ -1,0 +1,434 @@
+"""The switchboard: moves bytes between local sockets and streams of links, all sockets of a process in one task.
+
+The cost of a tunnel is per operation, not per byte. So one task owns one selector with every local socket in it, and
+waits for that selector; a connection's own task is parked in ``join`` and runs again only when it is over.
+
+    local socket --read--> stream.send --------(flushed once per round)--------> link
+    link --on_data, where it is parsed--> local socket, or ``pending`` where the kernel takes no more
+
+Rules that hold here:
+
+- A socket is read only while its stream has credit and its link is not congested; what is read is never dropped.
+- What the kernel refuses is kept, within the stream's window, and its credit goes back when it is written.
+- EOF is passed on behind the bytes before it, each way by itself. A reset is passed on as a reset (RST), at once.
+- ``join`` owns the socket from its call on, and closes it however it ends.
+
+Local connections that are not plain sockets go through ``pump``: two tasks and the same semantics.
+This file must not know who asked for the connection, or where it leads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import selectors
+import socket
+import struct
+from typing import Protocol
+
+import trio
+
+from tunnel import logs
+from tunnel.errors import StreamReset
+from tunnel.stream import Outlet, TunnelStream
+
+log = logs.get_logger(__name__)
+
+_LEAST, _MOST = 8 * 1024, 256 * 1024  # bytes read at once: doubles while reads come back full
+_ROUND = 256  # sockets handled between two flushes
+_RST_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER on, for zero seconds
+_CHUNK = 64 * 1024
+
+READ, WRITE, HUNG_UP = 1, 4, 8 | 16  # as epoll numbers them
+
+
+class Poller(Protocol):
+    """A level-triggered selector whose own descriptor can be waited for."""
+
+    def fileno(self) -> int:
+        """Readable while any watched socket is ready."""
+
+    def register(self, fd: int, mask: int) -> None:
+        """Watch a socket."""
+
+    def modify(self, fd: int, mask: int) -> None:
+        """Watch it for something else. A mask of 0 still reports HUNG_UP where the system can."""
+
+    def unregister(self, fd: int) -> None:
+        """Watch it no more."""
+
+    def poll(self, timeout: float, most: int) -> list[tuple[int, int]]:
+        """Sockets and what they are ready for."""
+
+    def close(self) -> None:
+        """Watch nothing any more."""
+
+
+class SelectorPoller:
+    """The same over the standard library's selectors, for systems without epoll."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+
+    def fileno(self) -> int:
+        """See ``Poller``."""
+        return self._selector.fileno()  # type: ignore[attr-defined, no-any-return]  # kqueue and epoll have one
+
+    def register(self, fd: int, mask: int) -> None:
+        """See ``Poller``."""
+        self.modify(fd, mask)
+
+    def modify(self, fd: int, mask: int) -> None:
+        """See ``Poller``. With a mask of 0 nothing is reported until the next call."""
+        events = (selectors.EVENT_READ if mask & READ else 0) | (selectors.EVENT_WRITE if mask & WRITE else 0)
+        self.unregister(fd)
+        if events:
+            self._selector.register(fd, events)
+
+    def unregister(self, fd: int) -> None:
+        """See ``Poller``."""
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(fd)
+
+    def poll(self, timeout: float, most: int) -> list[tuple[int, int]]:
+        """See ``Poller``."""
+        return [
+            (key.fd, (READ if events & selectors.EVENT_READ else 0) | (WRITE if events & selectors.EVENT_WRITE else 0))
+            for key, events in self._selector.select(timeout)[:most]
+        ]
+
+    def close(self) -> None:
+        """See ``Poller``."""
+        self._selector.close()
+
+
+def _new_poller() -> Poller:
+    return select.epoll() if hasattr(select, "epoll") else SelectorPoller(selectors.DefaultSelector())
+
+
+def close_with_reset(sock: socket.socket) -> None:
+    """Close so that the peer sees a reset, not an end."""
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RST_ON_CLOSE)
+    sock.close()
+
+
+class _Joint:
+    """One local socket and one stream; the stream's sink.
+
+    OPEN --read EOF--> stream EOF sent ----+--> both: DONE, socket closed
+      +----stream EOF--> socket shut down -+
+      +----reset of either--> the other reset: DONE with an error
+    """
+
+    __slots__ = (
+        "board", "core", "early", "eof_due", "error", "fd", "finished", "mask", "outlet", "pending", "read_done",
+        "reading", "size", "sock", "task",
+    )  # fmt: skip
+
+    def __init__(self, board: Switchboard, sock: socket.socket, stream: TunnelStream, early: bytes) -> None:
+        self.board = board
+        self.sock = sock
+        self.fd = sock.fileno()
+        self.core = stream.core
+        self.outlet = stream.outlet
+        self.early = early
+        self.pending: bytearray | None = None
+        self.size = _LEAST
+        self.mask = -1  # not watched
+        self.reading = True
+        self.read_done = False
+        self.eof_due = False
+        self.finished = False
+        self.error: StreamReset | None = None
+        self.task: trio.lowlevel.Task | None = None
+
+    def ready(self, events: int) -> None:
+        """What the poller reported."""
+        if events & WRITE:
+            self.writable()
+        if self.finished:
+            return
+        if events & READ and self.reading:
+            self.readable()
+        elif events & HUNG_UP:
+            self.hung_up()
+
+    # -- local socket -> stream
+
+    def readable(self) -> None:
+        """Read once, as much as may be sent now."""
+        credit = self.core.credit
+        if not credit:  # on_credit brings us back
+            self.watch(reading=False)
+        elif self.outlet.congested:
+            self.watch(reading=False)
+            self.outlet.when_room(self.resume)
+        elif self.early:
+            data, self.early = self.early[:credit], self.early[credit:]
+            self.core.send(data)
+            self.board.touched.add(self.outlet)
+        else:
+            self._read(min(self.size, credit))
+
+    def _read(self, size: int) -> None:
+        try:
+            data = self.sock.recv(size)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.broke(error)
+            return
+        self.board.touched.add(self.outlet)
+        if not data:
+            self.read_done = True
+            self.core.send_eof()
+            self._after_eof()
+            return
+        self.core.send(data)
+        if len(data) == self.size:
+            self.size = min(self.size * 2, _MOST)
+        elif len(data) * 4 < self.size:
+            self.size = max(self.size // 2, _LEAST)
+
+    def _after_eof(self) -> None:
+        if self.eof_due and self.pending is None:
+            self.finish()
+        else:
+            self.watch(reading=False)
+
+    def resume(self) -> None:
+        """Read again, after a lack of credit or of room."""
+        if not self.finished and not self.read_done:
+            self.watch(reading=True)
+            self.readable()
+
+    def watch(self, *, reading: bool) -> None:
+        """Tell the poller what to wait for."""
+        self.reading = reading
+        mask = (READ if reading else 0) | (WRITE if self.pending is not None else 0)
+        if mask != self.mask and not self.finished:
+            if self.mask < 0:
+                self.board.add(self, mask)
+            else:
+                self.board.poller.modify(self.fd, mask)
+            self.mask = mask
+
+    # -- stream -> local socket
+
+    def on_data(self, data: memoryview) -> None:
+        """Write it now; keep what the kernel does not take."""
+        if self.finished:
+            return
+        if self.pending is not None:
+            self.pending += data
+            return
+        try:
+            sent = self.sock.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            self.broke(error)
+            return
+        if sent:
+            self.core.consumed(sent)
+        if sent < len(data):
+            self.pending = bytearray(data[sent:])
+            self.watch(reading=self.reading)
+
+    def writable(self) -> None:
+        """Write some of what was kept."""
+        if self.pending is None:
+            return
+        try:
+            with memoryview(self.pending) as view, view[:_MOST] as head:
+                sent = self.sock.send(head)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.broke(error)
+            return
+        del self.pending[:sent]
+        self.core.consumed(sent)
+        self.board.touched.add(self.outlet)
+        if not self.pending:
+            self.pending = None
+            if self.eof_due:
+                self._shut_down()
+            self.watch(reading=self.reading)
+
+    def on_eof(self) -> None:
+        """Pass it on, behind what is kept."""
+        self.eof_due = True
+        if self.pending is None and not self.finished:
+            self._shut_down()
+
+    def _shut_down(self) -> None:
+        if self.read_done:
+            self.finish()
+            return
+        try:
+            self.sock.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            self.broke(error)
+
+    # -- ends
+
+    def on_credit(self) -> None:
+        """Read again."""
+        self.resume()
+
+    def on_reset(self, code: str, text: str) -> None:
+        """The stream was reset by the other side, or its link is gone."""
+        self.finish(StreamReset(code, text))
+
+    def hung_up(self) -> None:
+        """The poller says so although nothing was to be read."""
+        code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            self.broke(OSError(code, "the connection broke"))
+        else:  # closed in both directions, with bytes left to read: do not ask again before there is credit
+            self.board.remove(self)
+            self.mask = -1
+
+    def broke(self, error: OSError) -> None:
+        """The local socket failed."""
+        self.give_up("reset", f"local connection: {error.strerror or error}")
+
+    def give_up(self, code: str, text: str) -> None:
+        """Reset both sides."""
+        self.core.reset(code, text)
+        self.board.touched.add(self.outlet)
+        self.finish(StreamReset(code, text))
+
+    def finish(self, error: StreamReset | None = None) -> None:
+        """Close the socket and wake the owner."""
+        if self.finished:
+            return
+        self.finished = True
+        self.error = error
+        self.pending = None
+        self.board.remove(self)
+        if error is None:
+            self.sock.close()
+        else:
+            close_with_reset(self.sock)
+        if self.task is not None:
+            trio.lowlevel.reschedule(self.task)
+
+    def abort(self, _: object) -> trio.lowlevel.Abort:
+        """The owner was cancelled."""
+        self.task = None
+        self.give_up("cancelled", "this side was stopped")
+        self.outlet.flush()
+        return trio.lowlevel.Abort.SUCCEEDED
+
+
+class Switchboard:
+    """All plain local sockets of a process. ``run`` must be running while ``join`` is used.
+
+    Attributes:
+        touched: outlets on which something was queued in this round.
+    """
+
+    def __init__(self, poller: Poller | None = None) -> None:
+        self.poller = poller or _new_poller()
+        self.touched: set[Outlet] = set()
+        self._joints: dict[int, _Joint] = {}
+
+    def __repr__(self) -> str:
+        return f"<Switchboard sockets={len(self._joints)}>"
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Move bytes until cancelled."""
+        task_status.started()
+        try:
+            while True:
+                await trio.lowlevel.wait_readable(self.poller.fileno())
+                self._round()
+        finally:
+            self.poller.close()
+
+    def _round(self) -> None:
+        joints = self._joints
+        for fd, ready in self.poller.poll(0, _ROUND):
+            joint = joints.get(fd)
+            if joint is None:  # finished earlier in this round
+                continue
+            try:
+                joint.ready(ready)
+            except Exception:  # a fault of ours: it ends this connection, not all of them
+                log.exception("fault in a connection", stream=joint.core)
+                joint.give_up("protocol", "internal fault")
+        touched = self.touched
+        while touched:
+            touched.pop().flush()
+
+    def add(self, joint: _Joint, mask: int) -> None:
+        """Watch a socket."""
+        self._joints[joint.fd] = joint
+        self.poller.register(joint.fd, mask)
+
+    def remove(self, joint: _Joint) -> None:
+        """Do not watch it any more."""
+        if self._joints.pop(joint.fd, None) is not None:
+            self.poller.unregister(joint.fd)
+
+    async def join(self, sock: socket.socket, stream: TunnelStream, early: bytes = b"") -> None:
+        """Carry bytes both ways until both directions have ended, then close ``sock``.
+
+        ``sock`` is connected and non-blocking; ``early`` goes into the stream ahead of what the socket has.
+        If cancelled, both sides are reset.
+
+        Raises:
+            StreamReset: one of the two was reset, and so is the other now.
+        """
+        joint = _Joint(self, sock, stream, early)
+        stream.core.attach(joint)
+        if not joint.finished:
+            joint.resume()
+        self.touched.discard(stream.outlet)
+        stream.outlet.flush()
+        if not joint.finished:
+            joint.task = trio.lowlevel.current_task()
+            await trio.lowlevel.wait_task_rescheduled(joint.abort)
+        if joint.error is not None:
+            raise joint.error
+
+
+async def pump(local: trio.abc.HalfCloseableStream, stream: TunnelStream, early: bytes = b"") -> None:
+    """What ``Switchboard.join`` does, for a local connection that is any half-closeable trio stream.
+
+    Raises:
+        StreamReset: one of the two was reset, and so is the other now.
+    """
+    failure: StreamReset | None = None
+
+    async def copy(source: trio.abc.ReceiveStream, sink: trio.abc.HalfCloseableStream, first: bytes = b"") -> None:
+        nonlocal failure
+        try:
+            if first:
+                await sink.send_all(first)
+            while data := await source.receive_some(_CHUNK):
+                await sink.send_all(data)
+            await sink.send_eof()
+        except trio.BrokenResourceError as error:
+            cause = error.__cause__
+            failure = failure or (cause if isinstance(cause, StreamReset) else StreamReset("reset", str(error)))
+            nursery.cancel_scope.cancel()
+
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(copy, local, stream, early)
+            nursery.start_soon(copy, stream, local)
+    except BaseException:
+        failure = failure or StreamReset("cancelled", "this side was stopped")
+        raise
+    finally:
+        if failure:
+            stream.reset(failure.code, failure.text)
+            if isinstance(local, trio.SocketStream):
+                local.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RST_ON_CLOSE)
+        await trio.aclose_forcefully(local)
+    if failure:
+        raise failure

@@ -1,0 +1,149 @@
+"""The server: owns the listeners, the links and the front-ends, and starts and ends them in order.
+
+Rules that hold here:
+
+- Front-end listeners are in ``accepting``, their connections are ``connections``, and the link listener, the links and
+  the switchboard are in ``background``: streams can finish while nothing new comes in.
+- Every address that was really bound is said, in the log and in ``addresses``.
+- A link that fails takes nothing with it but its own streams.
+
+This file must not know the command line, or agents' insides.
+"""
+
+from __future__ import annotations
+
+import socket
+
+import trio
+
+from tunnel import logs
+from tunnel.address import ListenAddress
+from tunnel.backends import Backend, Backends
+from tunnel.config import ServerConfig
+from tunnel.errors import HandshakeRefused, LinkClosed
+from tunnel.frontends import FrontEnds
+from tunnel.handshake import AcceptingHandshake, Identity
+from tunnel.lifecycle import Lifecycle, live
+from tunnel.link import Link
+from tunnel.listen import BindError, Handler, accept, bind, bound_address
+from tunnel.relay import Switchboard
+from tunnel.transport import SocketTransport
+
+log = logs.get_logger(__name__)
+
+
+class Server:
+    """One server.
+
+    Attributes:
+        backends: the agents that are linked.
+        life: where it is between start and exit.
+        addresses: what is really listened on, by use: ``links``, ``connect``, ``forward``; in the order configured.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.identity = Identity("server", "server")
+        self.backends = Backends()
+        self.life = Lifecycle(self, config.timeouts.shutdown)
+        self.addresses: dict[str, list[ListenAddress]] = {"links": [], "connect": [], "forward": []}
+        self._board = Switchboard()
+        self._links: set[Link] = set()
+
+    def __repr__(self) -> str:
+        return f"<Server {self.life!r} {self.backends!r} links={len(self._links)}>"
+
+    async def run(self, *, task_status: trio.TaskStatus[Server] = trio.TASK_STATUS_IGNORED) -> int:
+        """Serve until ``life.leave()`` is called; the exit code. Cancelling ends everything at once.
+
+        ``task_status.started(self)`` is called when everything listens.
+
+        Raises:
+            BindError: in an exception group, if an address cannot be listened on.
+        """
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.life.run)
+            task_status.started(self)
+        return self.life.exit_code
+
+    # -- the steps of its life
+
+    async def start(self, life: Lifecycle) -> None:
+        """See ``lifecycle.Program``."""
+        await life.background.start(self._board.run)
+        front_ends = FrontEnds(self.backends, self._board, self.config)
+        for listener in await self._listen("links", self.config.listen):
+            life.background.start_soon(accept, listener, self._link, self._spawn_link)
+        if self.config.connect is not None:
+            await self._open("connect", self.config.connect, front_ends.connect)
+        for forward in self.config.forwards:
+            await self._open("forward", forward.listen, front_ends.forward(forward.target), target=forward.target)
+
+    async def _open(self, use: str, address: ListenAddress, handler: Handler, **facts: object) -> None:
+        for listener in await self._listen(use, address, **facts):
+            self.life.accepting.start_soon(accept, listener, handler, self.life.spawn)
+
+    async def _listen(self, use: str, address: ListenAddress, **facts: object) -> list[socket.socket]:
+        listeners = await bind(address)
+        for listener in listeners:
+            self.addresses[use].append(bound_address(listener))
+            log.info("listening", use=use, address=bound_address(listener), **facts)
+        return listeners
+
+    async def tell(self) -> None:
+        """See ``lifecycle.Program``. Links stay as they are until the last stream has ended."""
+
+    async def close(self) -> None:
+        """See ``lifecycle.Program``."""
+        async with trio.open_nursery() as nursery:
+            for link in self._links:
+                nursery.start_soon(link.close, "leaving", "the server is leaving")
+
+    # -- links
+
+    def _spawn_link(self, handler: Handler, sock: socket.socket) -> bool:
+        self.life.background.start_soon(handler, sock)
+        return True
+
+    async def _link(self, sock: socket.socket) -> None:
+        """One link, from its accepted socket to its end."""
+        try:
+            await self._run_link(sock)
+        except* (HandshakeRefused, LinkClosed) as group:
+            log.warning("link refused", cause=group.exceptions[0])
+        except* Exception:
+            log.exception("fault in a link")
+
+    async def _run_link(self, sock: socket.socket) -> None:
+        backend = Backend(self.backends)
+        link = backend.link = Link(
+            SocketTransport(sock),
+            AcceptingHandshake(self.identity),
+            limits=self.config.limits,
+            timeouts=self.config.timeouts,
+            on_control=backend.on_control,
+        )
+        self._links.add(link)
+        try:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(link.run)
+                self.backends.add(backend)
+        finally:
+            self._links.discard(link)
+            self.backends.remove(backend)
+
+
+def run(config: ServerConfig) -> int:
+    """Run a server as this process's program, under its signals; the exit code."""
+    code = 1
+    try:
+        code = trio.run(live, Server(config).life)
+    except* BindError as group:
+        log.error("cannot start", cause=_first(group))
+    return code
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,485 @@
+"""The multiplexer, without I/O: what streams exist, what each may do now, and what is to be sent next.
+
+One ``Session`` is one side of one link. Received packets go in through ``receive_packet`` and ``receive_data``;
+``take`` gives the bytes that are to be sent. Everything else happens in synchronous calls to a stream's **sink**.
+
+A stream, on either side::
+
+    DIALLING --answer ok--> OPEN --our EOF--> LOCAL_EOF --their EOF--> CLOSED
+       |                      +--their EOF--> REMOTE_EOF --our EOF---> CLOSED
+       +--answer not ok--> CLOSED        any --CLOSE, sent or received--> CLOSED
+
+Rules that hold here:
+
+- Only one side of a link opens streams. Ids grow, and are never used again.
+- A sender never has more bytes on their way than the receiver gave credit for; a receiver that sees more ends the
+  link. Credit goes back when a sink says the bytes were *consumed*, half a window at a time.
+- Control packets go out before DATA. DATA of all streams takes turns, frame by frame. EOF stays behind the DATA of
+  its stream; a reset throws that DATA away.
+- DATA for a stream that is not there is answered by one CLOSE and dropped.
+- What arrives before a sink is attached is held (it is within the window) and given to the sink first.
+
+This file must not know waiting, tasks, sockets, or what a stream is for.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, Protocol
+
+from tunnel.errors import DialError, LinkLost, LocalProtocolError, RemoteProtocolError, dial_error
+from tunnel.frames import (
+    DATA_OVERHEAD,
+    MAX_U32,
+    Close,
+    Credit,
+    DialReq,
+    DialRsp,
+    Eof,
+    Packet,
+    Ping,
+    Pong,
+    data_header,
+)
+
+_JOIN_BELOW = 8 * 1024  # header and payload of a frame this small are one buffer: cheaper than two in a gather list
+_MAX_BUFFERS = 512  # per take; systems refuse more than 1024 in one gather list
+_REMEMBERED = 1024  # ids for which a CLOSE was sent lately: their late DATA needs no further answer
+_MAX_CREDIT = 1 << 31
+
+Frame = tuple[bytes, ...]
+OnAnswer = Callable[[DialError | None], None]
+"""Told how a dial ended: None is a stream that may be used."""
+
+
+class State(IntEnum):
+    """See the head of this file."""
+
+    DIALLING = 0
+    OPEN = 1
+    LOCAL_EOF = 2
+    REMOTE_EOF = 3
+    CLOSED = 4
+
+
+_MAY_SEND = (State.OPEN, State.REMOTE_EOF)
+_MAY_RECEIVE = (State.OPEN, State.LOCAL_EOF)
+
+
+class Sink(Protocol):
+    """The consumer of a stream. Every call is synchronous and must not raise."""
+
+    def on_data(self, data: memoryview) -> None:
+        """Bytes arrived. The view is valid only now; call ``stream.consumed`` when they are really gone."""
+
+    def on_eof(self) -> None:
+        """No more bytes will arrive."""
+
+    def on_reset(self, code: str, text: str) -> None:
+        """The stream is over; nothing more can be sent or will arrive."""
+
+    def on_credit(self) -> None:
+        """``stream.credit`` grew from nothing."""
+
+
+class Stream:
+    """One stream of a session.
+
+    Attributes:
+        id: its number on this link.
+        state: see the head of this file.
+        credit: bytes that may be sent now.
+    """
+
+    __slots__ = (
+        "_answer", "_frames", "_held", "_sink", "_unreturned", "_window_left", "credit", "id", "session", "state",
+        "why",
+    )  # fmt: skip
+
+    def __init__(self, session: Session, number: int, credit: int) -> None:
+        self.session = session
+        self.id = number
+        self.state = State.DIALLING
+        self.credit = credit
+        self.why: tuple[str, str] | None = None  # of the reset, if there was one
+        self._window_left = session.window
+        self._unreturned = 0
+        self._sink: Sink | None = None
+        self._held: list[bytes] | None = None
+        self._frames: deque[Frame] | None = None
+        self._answer: OnAnswer | None = None
+
+    def __repr__(self) -> str:
+        return f"<Stream {self.id} {self.state.name} credit={self.credit} window_left={self._window_left}>"
+
+    # -- the accepting side's answer
+
+    def accept(self) -> None:
+        """DIALLING -> OPEN: the target is connected.
+
+        Raises:
+            LocalProtocolError: not DIALLING, or this side opened it.
+        """
+        self._check_answering()
+        self.state = State.OPEN
+        self.session.send_control(DialRsp(self.id, "ok", "", self.session.window))
+
+    def refuse(self, error: DialError) -> None:
+        """DIALLING -> CLOSED: there will be no stream.
+
+        Raises:
+            LocalProtocolError: not DIALLING, or this side opened it.
+        """
+        self._check_answering()
+        self.session.send_control(DialRsp(self.id, error.code, error.text, 0))
+        self._close()
+
+    def _check_answering(self) -> None:
+        if self.state is not State.DIALLING or self.session.opener:
+            raise LocalProtocolError(f"cannot answer {self!r}")
+
+    # -- sending
+
+    @property
+    def may_send(self) -> bool:
+        """Whether ``send`` and ``send_eof`` are legal now."""
+        return self.state in _MAY_SEND
+
+    def send(self, data: bytes) -> None:
+        """Queue bytes. They must not be changed any more.
+
+        Raises:
+            LocalProtocolError: not in a state to send, no bytes, or more than ``credit``.
+        """
+        size = len(data)
+        if self.state not in _MAY_SEND or not 0 < size <= self.credit:
+            raise LocalProtocolError(f"cannot send {size} bytes on {self!r}")
+        self.credit -= size
+        header = data_header(self.id, size)
+        self._queue((header + data,) if size < _JOIN_BELOW else (header, data))
+        self.session.queued += size + DATA_OVERHEAD
+
+    def send_eof(self) -> None:
+        """Queue the end of this direction, behind what was sent.
+
+        Raises:
+            LocalProtocolError: not in a state to send.
+        """
+        if self.state not in _MAY_SEND:
+            raise LocalProtocolError(f"cannot send EOF on {self!r}")
+        frame = Eof(self.id).encode()
+        self._queue((frame,))
+        self.session.queued += len(frame)
+        if self.state is State.OPEN:
+            self.state = State.LOCAL_EOF
+        else:
+            self._close()
+
+    def _queue(self, frame: Frame) -> None:
+        if self._frames is None:
+            self._frames = deque((frame,))
+            self.session.ready.append(self)
+        else:
+            self._frames.append(frame)
+
+    def next_frame(self) -> Frame | None:
+        """For the session: the next queued frame, if any is left after a reset."""
+        if self._frames is None:
+            return None
+        frame = self._frames.popleft()
+        if self._frames:
+            self.session.ready.append(self)
+        else:
+            self._frames = None
+        return frame
+
+    def reset(self, code: str, text: str) -> None:
+        """End both directions now, dropping what is queued. No effect once CLOSED."""
+        if self.state is State.CLOSED:
+            return
+        self._drop_queue()
+        self.session.send_close(self.id, code, text)
+        self._close()
+
+    def _drop_queue(self) -> None:
+        if self._frames is not None:
+            self.session.queued -= sum(len(buffer) for frame in self._frames for buffer in frame)
+            self._frames = None
+
+    # -- receiving
+
+    def attach(self, sink: Sink) -> None:
+        """Say who consumes the stream; what was held comes first. Once only."""
+        self._sink = sink
+        held, self._held = self._held, None
+        for data in held or ():
+            sink.on_data(memoryview(data))
+        if self.why:
+            sink.on_reset(*self.why)
+        elif self.state in (State.REMOTE_EOF, State.CLOSED):
+            sink.on_eof()
+
+    def consumed(self, size: int) -> None:
+        """So many received bytes are gone for good: give credit back, half a window at a time."""
+        self._unreturned += size
+        if self._unreturned * 2 >= self.session.window and self.state in _MAY_RECEIVE:
+            self._window_left += self._unreturned
+            self.session.send_control(Credit(self.id, self._unreturned))
+            self._unreturned = 0
+
+    def receive_data(self, data: memoryview) -> None:
+        """For the session."""
+        size = len(data)
+        if self.state not in _MAY_RECEIVE:
+            raise RemoteProtocolError(f"DATA for stream {self.id}, which is {self.state.name}")
+        if size > self._window_left:
+            raise RemoteProtocolError(f"DATA of {size} bytes for stream {self.id}, with credit for {self._window_left}")
+        self._window_left -= size
+        if self._sink is not None:
+            self._sink.on_data(data)
+        elif self._held is None:
+            self._held = [bytes(data)]
+        else:
+            self._held.append(bytes(data))
+
+    def receive_eof(self) -> None:
+        """For the session."""
+        if self.state not in _MAY_RECEIVE:
+            raise RemoteProtocolError(f"EOF for stream {self.id}, which is {self.state.name}")
+        if self.state is State.OPEN:
+            self.state = State.REMOTE_EOF
+        else:
+            self._close()
+        if self._sink is not None:
+            self._sink.on_eof()
+
+    def receive_credit(self, amount: int) -> None:
+        """For the session."""
+        had = self.credit
+        self.credit += amount
+        if not amount or self.credit > _MAX_CREDIT:
+            raise RemoteProtocolError(f"CREDIT of {amount} for stream {self.id}, which has {had}")
+        if not had and self._sink is not None and self.state in _MAY_SEND:
+            self._sink.on_credit()
+
+    def receive_answer(self, packet: DialRsp) -> None:
+        """For the session."""
+        if self.state is not State.DIALLING:
+            raise RemoteProtocolError(f"a second answer for stream {self.id}")
+        error = None if packet.code == "ok" else dial_error(packet.code, packet.text)
+        if error is None:
+            self.state = State.OPEN
+            self.credit = packet.window
+        else:
+            self._close()
+        self._tell_answer(error)
+
+    def receive_close(self, code: str, text: str) -> None:
+        """For the session: CLOSE arrived, or the link is gone."""
+        dialling = self.state is State.DIALLING
+        self._drop_queue()
+        self.why = (code, text)
+        self._close()
+        if dialling and self.session.opener:
+            self._tell_answer(dial_error(code, text))
+        elif self._sink is not None:
+            self._sink.on_reset(code, text)
+
+    def on_answer(self, call: OnAnswer) -> None:
+        """For the opener: who is told how the dial ended."""
+        self._answer = call
+
+    def _tell_answer(self, error: DialError | None) -> None:
+        call, self._answer = self._answer, None
+        if call is not None:
+            call(error)
+
+    def _close(self) -> None:
+        self.state = State.CLOSED
+        self.session.forget(self)
+
+
+class Session:
+    """One side of one link. See the head of this file.
+
+    Args:
+        opener: whether this side opens streams.
+        window: bytes each stream's peer may send unasked.
+        on_dial: called with each new stream in DIALLING state and its DIAL_REQ; never on an opener.
+        on_control: called with each packet that is about the link: Ping is answered here, all others are passed on.
+        on_streams: called with the number of streams whenever it changes.
+
+    Attributes:
+        queued: bytes of DATA and EOF frames waiting to be taken.
+    """
+
+    def __init__(
+        self,
+        *,
+        opener: bool,
+        window: int,
+        on_dial: Callable[[Stream, DialReq], None],
+        on_control: Callable[[Packet], None],
+        on_streams: Callable[[int], None],
+    ) -> None:
+        self.opener = opener
+        self.window = window
+        self.queued = 0
+        self.ready: deque[Stream] = deque()  # streams with frames, in the order of their turns
+        self._on_dial = on_dial
+        self._on_control = on_control
+        self._on_streams = on_streams
+        self._streams: dict[int, Stream] = {}
+        self._control: list[bytes] = []
+        self._last_id = 0
+        self._closes: OrderedDict[int, None] = OrderedDict()
+
+    def __repr__(self) -> str:
+        side = "opener" if self.opener else "acceptor"
+        return f"<Session {side} streams={len(self._streams)} queued={self.queued} control={len(self._control)}>"
+
+    @property
+    def streams(self) -> int:
+        """How many streams are not CLOSED."""
+        return len(self._streams)
+
+    # -- what this side does
+
+    def open(self, host: str, port: int, ms: int, options: dict[str, Any], on_answer: OnAnswer) -> Stream:
+        """A new stream in DIALLING state, with its DIAL_REQ queued; ``on_answer`` is told how it ends.
+
+        Raises:
+            LocalProtocolError: this side does not open streams on this link.
+            LinkLost: all ids of this link were used.
+        """
+        if not self.opener:
+            raise LocalProtocolError("this side does not open streams")
+        if self._last_id == MAX_U32:
+            raise LinkLost("all stream ids of the link were used")
+        stream = self._add(self._last_id + 1, 0)
+        stream.on_answer(on_answer)
+        self.send_control(DialReq(stream.id, host, port, self.window, ms, options))
+        return stream
+
+    def send_control(self, packet: Packet) -> None:
+        """Queue a control packet, ahead of all DATA."""
+        self._control.append(packet.encode())
+
+    def send_close(self, number: int, code: str, text: str) -> None:
+        """Queue a CLOSE, and remember that late DATA of this stream needs no other."""
+        self._closes[number] = None
+        if len(self._closes) > _REMEMBERED:
+            self._closes.popitem(last=False)
+        self.send_control(Close(number, code, text))
+
+    def end(self, code: str, text: str) -> None:
+        """The link is gone: reset every stream towards its sink."""
+        for stream in list(self._streams.values()):
+            stream.receive_close(code, text)
+
+    def _add(self, number: int, credit: int) -> Stream:
+        self._last_id = number
+        stream = self._streams[number] = Stream(self, number, credit)
+        self._on_streams(len(self._streams))
+        return stream
+
+    def forget(self, stream: Stream) -> None:
+        """For a stream that closed."""
+        if self._streams.pop(stream.id, None) is not None:
+            self._on_streams(len(self._streams))
+
+    # -- what is to be sent
+
+    @property
+    def has_output(self) -> bool:
+        """Whether ``take`` would give anything."""
+        return bool(self._control or self.queued)
+
+    def take(self, limit: int) -> list[bytes]:
+        """The buffers to send next, in order: all control packets, then whole frames up to about ``limit`` bytes."""
+        buffers: list[bytes] = []
+        if self._control:
+            buffers.append(self._control[0] if len(self._control) == 1 else b"".join(self._control))
+            self._control.clear()
+        size = 0
+        ready = self.ready
+        while ready and size < limit and len(buffers) < _MAX_BUFFERS:
+            frame = ready.popleft().next_frame()
+            if frame is not None:
+                buffers += frame
+                size += len(frame[0]) if len(frame) == 1 else len(frame[0]) + len(frame[1])
+        self.queued -= size
+        return buffers
+
+    # -- what was received
+
+    def receive_data(self, number: int, data: memoryview) -> None:
+        """Payload of a DATA frame, or a part of it.
+
+        Raises:
+            RemoteProtocolError: the stream is not in a state to receive, or the credit was exceeded.
+        """
+        stream = self._streams.get(number)
+        if stream is not None:
+            stream.receive_data(data)
+        elif number not in self._closes:
+            self.send_close(number, "unknown_stream", f"no stream {number} is open on this link")
+
+    def receive_packet(self, packet: Packet) -> None:
+        """Any other packet.
+
+        Raises:
+            RemoteProtocolError: it is not legal now.
+        """
+        handler = _HANDLERS.get(type(packet))
+        if handler is None:
+            self._on_control(packet)
+        else:
+            handler(self, packet)
+
+    def _receive_dial_req(self, packet: DialReq) -> None:
+        if self.opener:
+            raise RemoteProtocolError("DIAL_REQ from the side that does not open streams")
+        if packet.stream <= self._last_id:
+            raise RemoteProtocolError(f"DIAL_REQ for stream {packet.stream}; ids up to {self._last_id} were used")
+        self._on_dial(self._add(packet.stream, packet.window), packet)
+
+    def _receive_dial_rsp(self, packet: DialRsp) -> None:
+        if not self.opener:
+            raise RemoteProtocolError("DIAL_RSP from the side that opens streams")
+        stream = self._streams.get(packet.stream)
+        if stream is not None:
+            stream.receive_answer(packet)
+
+    def _receive_eof(self, packet: Eof) -> None:
+        stream = self._streams.get(packet.stream)
+        if stream is not None:
+            stream.receive_eof()
+
+    def _receive_close(self, packet: Close) -> None:
+        if packet.stream == 0:
+            self._on_control(packet)
+            return
+        stream = self._streams.get(packet.stream)
+        if stream is not None:
+            stream.receive_close(packet.code, packet.text)
+
+    def _receive_credit(self, packet: Credit) -> None:
+        stream = self._streams.get(packet.stream)
+        if stream is not None:
+            stream.receive_credit(packet.amount)
+
+    def _receive_ping(self, packet: Ping) -> None:
+        self.send_control(Pong(packet.token))
+
+
+_HANDLERS: dict[type[Packet], Callable[[Session, Any], None]] = {
+    DialReq: Session._receive_dial_req,
+    DialRsp: Session._receive_dial_rsp,
+    Eof: Session._receive_eof,
+    Close: Session._receive_close,
+    Credit: Session._receive_credit,
+    Ping: Session._receive_ping,
+}

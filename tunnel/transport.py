@@ -1,0 +1,128 @@
+"""How a link's bytes get in and out: the same few calls over a plain socket and over any trio stream.
+
+Rules that hold here:
+
+- ``send_now`` never waits. A plain socket takes what the kernel takes; a trio stream takes nothing, and its bytes go
+  through ``send``. Either way what was not taken is returned, so a frame is never torn.
+- Only one task is in ``receive_into``, and only one in ``send``.
+- Errors of the transport are ``OSError`` or ``trio.BrokenResourceError``; ``BROKEN`` names both.
+
+This file must not know packets, sessions or links.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Sequence
+from typing import Protocol
+
+import trio
+
+Buffer = bytes | memoryview
+BROKEN = (OSError, trio.BrokenResourceError, trio.ClosedResourceError)
+
+_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)  # Linux's number, which older Pythons do not name
+_NOTSENT_BYTES = 256 * 1024
+
+
+class Transport(Protocol):
+    """What a link needs of a connection."""
+
+    async def receive_into(self, view: memoryview) -> int:
+        """Wait for bytes and put them into ``view``; how many, 0 at the end. Raises ``BROKEN``."""
+
+    def send_now(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
+        """Send what goes without waiting; what did not go. Raises ``BROKEN``."""
+
+    async def send(self, buffers: Sequence[Buffer]) -> None:
+        """Send everything. Raises ``BROKEN``. If cancelled, nothing more may be sent."""
+
+    async def linger(self) -> None:
+        """Say that nothing more will come, and wait for the peer's end, so that it gets everything."""
+
+    async def aclose(self) -> None:
+        """Close at once."""
+
+
+def unsent(buffers: Sequence[Buffer], sent: int) -> list[Buffer]:
+    """What of ``buffers`` is left after the first ``sent`` bytes."""
+    for index, buffer in enumerate(buffers):
+        if sent < len(buffer):
+            return [memoryview(buffer)[sent:], *buffers[index + 1 :]]
+        sent -= len(buffer)
+    return []
+
+
+class SocketTransport:
+    """A connected, non-blocking TCP socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):  # a hint: keeps what waits in our queue, where control packets overtake
+            sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _NOTSENT_BYTES)
+
+    async def receive_into(self, view: memoryview) -> int:
+        """See ``Transport``."""
+        await trio.lowlevel.wait_readable(self._sock)
+        while True:
+            try:
+                return self._sock.recv_into(view)
+            except BlockingIOError:
+                await trio.lowlevel.wait_readable(self._sock)
+
+    def send_now(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
+        """See ``Transport``."""
+        try:
+            sent = self._sock.send(buffers[0]) if len(buffers) == 1 else self._sock.sendmsg(buffers)
+        except BlockingIOError:
+            return buffers
+        return unsent(buffers, sent)
+
+    async def send(self, buffers: Sequence[Buffer]) -> None:
+        """See ``Transport``."""
+        while buffers:
+            await trio.lowlevel.wait_writable(self._sock)
+            buffers = self.send_now(buffers)
+
+    async def linger(self) -> None:
+        """See ``Transport``."""
+        with contextlib.suppress(*BROKEN):
+            self._sock.shutdown(socket.SHUT_WR)
+            scratch = memoryview(bytearray(64 * 1024))
+            while await self.receive_into(scratch):
+                pass
+
+    async def aclose(self) -> None:
+        """See ``Transport``."""
+        trio.lowlevel.notify_closing(self._sock)
+        self._sock.close()
+
+
+class StreamTransport:
+    """Any trio stream: TLS, or memory in tests."""
+
+    def __init__(self, stream: trio.abc.Stream) -> None:
+        self._stream = stream
+
+    async def receive_into(self, view: memoryview) -> int:
+        """See ``Transport``."""
+        data = await self._stream.receive_some(len(view))
+        view[: len(data)] = data
+        return len(data)
+
+    def send_now(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
+        """See ``Transport``."""
+        return buffers
+
+    async def send(self, buffers: Sequence[Buffer]) -> None:
+        """See ``Transport``."""
+        await self._stream.send_all(b"".join(buffers))
+
+    async def linger(self) -> None:
+        """Nothing: such a stream's own closing hands over what was sent."""
+
+    async def aclose(self) -> None:
+        """See ``Transport``."""
+        await trio.aclose_forcefully(self._stream)
