@@ -91,12 +91,14 @@ class Agent:
     Attributes:
         life: where it is between start and exit.
         linked: set while there is a link; replaced by a new event when it is lost.
+        served: how many dials were answered with a stream.
     """
 
     def __init__(self, config: AgentConfig) -> None:
         self.config = config
         self.life = Lifecycle(self, config.timeouts.shutdown)
         self.linked = trio.Event()
+        self.served = 0
         self._instance = new_instance()
         self._board = Switchboard()
         self._connector = Connector()
@@ -229,6 +231,7 @@ class Agent:
             sock.close()
         else:
             stream.core.accept()
+            self.served += 1
             await self._carry(stream, sock)
 
     def _refuse(self, stream: TunnelStream, error: DialError) -> None:

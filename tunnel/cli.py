@@ -178,10 +178,9 @@ def _agent(server: Target, name: str, log_level: str, log_format: str) -> None:
 
 
 @program.command("demo")
-@_log_options
-def _demo(log_level: str, log_format: str) -> None:
+def _demo() -> None:
     """Show it all in one process, on loopback and free ports."""
-    _log_to_stderr(log_level, log_format)
+    _log_to_stderr("error", "auto")
     from tunnel import demo
 
     raise SystemExit(demo.run())

@@ -69,7 +69,7 @@ class Timeouts:
     shutdown: float = 25.0
     backoff_first: float = 0.2
     backoff_max: float = 15.0
-    stable: float = 10.0
+    stable: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

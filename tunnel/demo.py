@@ -1,0 +1,189 @@
+"""``tunnel demo``: a server, two agents and a small HTTP target in one process, on loopback and free ports.
+
+Rules that hold here:
+
+- Everything shown really happened: requests go through the CONNECT front-end of a real server, over real links.
+- A step that does not come out as it should ends the demo with exit 1, and says so.
+- It uses servers and agents as anyone could who embeds them.
+
+This file must not know more of them than their public attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import trio
+
+from tunnel.address import ListenAddress, Target
+from tunnel.agent import Agent
+from tunnel.config import AgentConfig, ServerConfig
+from tunnel.errors import TunnelError
+from tunnel.lifecycle import Phase
+from tunnel.server import Server
+
+_HELLO = b"hello from a private network\n"
+_CHUNK = 64 * 1024
+_CHUNKS, _PAUSE = 24, 0.05  # the slow download: so many chunks with so many seconds between them
+
+
+class DemoFailed(TunnelError):
+    """A step did not come out as it should."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one request through the tunnel came to. Sizes in bytes, times in seconds."""
+
+    agent: str
+    path: str
+    size: int
+    first_byte: float
+
+
+async def _target(stream: trio.SocketStream) -> None:
+    """A small HTTP target: ``/`` answers at once, ``/slow`` takes its time."""
+    async with stream:
+        head = b""
+        while b"\r\n\r\n" not in head:
+            data = await stream.receive_some()
+            if not data:
+                return
+            head += data
+        slow = head.startswith(b"GET /slow ")
+        size = _CHUNKS * _CHUNK if slow else len(_HELLO)
+        await stream.send_all(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % size)
+        if not slow:
+            await stream.send_all(_HELLO)
+            return
+        for _ in range(_CHUNKS):
+            await stream.send_all(bytes(_CHUNK))
+            await trio.sleep(_PAUSE)
+
+
+class Demo:
+    """The cast: who is on stage, and how to ask for something."""
+
+    def __init__(self, server: Server, agents: list[Agent], target: Target) -> None:
+        self.server = server
+        self.agents = agents
+        self.target = target
+
+    async def get(self, path: str, started: trio.Event | None = None) -> Result:
+        """GET a path of the target through the tunnel; ``started`` is set at the first byte of the answer."""
+        served = [agent.served for agent in self.agents]
+        began = trio.current_time()
+        async with await self._connect() as stream:
+            agent = next(a for a, before in zip(self.agents, served, strict=True) if a.served > before)
+            await stream.send_all(f"GET {path} HTTP/1.1\r\nHost: {self.target}\r\n\r\n".encode())
+            answer = bytearray(await stream.receive_some())
+            first_byte = trio.current_time() - began
+            if started is not None:
+                started.set()
+            async for data in stream:
+                answer += data
+        head, _, body = bytes(answer).partition(b"\r\n\r\n")
+        if not head.startswith(b"HTTP/1.1 200 ") or len(body) != int(head.rpartition(b" ")[2]):
+            raise DemoFailed(f"GET {path} through {agent.config.name} was not answered whole")
+        return Result(agent.config.name, path, len(body), first_byte)
+
+    async def _connect(self) -> trio.SocketStream:
+        door = self.server.addresses["connect"][0]
+        stream = await trio.open_tcp_stream(door.host, door.port)
+        await stream.send_all(f"CONNECT {self.target} HTTP/1.1\r\nHost: {self.target}\r\n\r\n".encode())
+        reply = await stream.receive_some()
+        if not reply.startswith(b"HTTP/1.1 200 "):
+            await stream.aclose()
+            raise DemoFailed(f"CONNECT was refused: {reply.decode(errors='replace')}")
+        return stream
+
+
+def _table(results: Iterable[Result]) -> None:
+    print("    agent    request          bytes   first byte")
+    for result in results:
+        print(f"    {result.agent:8} GET {result.path:6} {result.size:11,} {result.first_byte * 1000:9.1f} ms")
+
+
+async def _one_each(demo: Demo) -> list[Result]:
+    """Requests until each agent has served one: the choice is random among equals."""
+    seen: dict[str, Result] = {}
+    for _ in range(100):
+        result = await demo.get("/")
+        seen.setdefault(result.agent, result)
+        if len(seen) == len(demo.agents):
+            return list(seen.values())
+    raise DemoFailed("one agent was never chosen")
+
+
+async def _drain_one(demo: Demo) -> None:
+    """Drain the agent that a slow download runs on."""
+    slow: list[Result] = []
+    started = trio.Event()
+
+    async def download() -> None:
+        slow.append(await demo.get("/slow", started))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(download)
+        await started.wait()
+        leaving = max(demo.agents, key=lambda agent: agent.life.open.value)
+        print(f"\n--> a slow download runs through {leaving.config.name}; draining {leaving.config.name} now")
+        await leaving.drain("admin")
+        during = [await demo.get("/") for _ in range(10)]
+        print(f"    ten new dials meanwhile went to: {', '.join(sorted({result.agent for result in during}))}")
+        if any(result.agent == leaving.config.name for result in during):
+            raise DemoFailed("a draining agent was chosen although another one was there")
+    _table(slow)
+    print("    the download finished whole")
+
+
+async def _play(demo: Demo) -> None:
+    print(f"--> a server takes links on {demo.server.addresses['links'][0]}")
+    print(f"    and HTTP CONNECT on {demo.server.addresses['connect'][0]}")
+    names = " and ".join(agent.config.name for agent in demo.agents)
+    print(f"--> agents {names} are linked to it; both can reach http://{demo.target}/")
+    print("\n--> one request through each")
+    _table(await _one_each(demo))
+    await _drain_one(demo)
+
+
+async def _main() -> int:
+    server = Server(ServerConfig(ListenAddress("127.0.0.1", 0), ListenAddress("127.0.0.1", 0)))
+    async with trio.open_nursery() as nursery:
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        target = Target("127.0.0.1", listener.socket.getsockname()[1])
+        targets = trio.CancelScope()
+        nursery.start_soon(_serve_targets, listener, targets)
+        await nursery.start(server.run)
+        links = server.addresses["links"][0]
+        agents = [Agent(AgentConfig(Target(links.host, links.port), name)) for name in ("blue", "green")]
+        for agent in agents:
+            await nursery.start(agent.run)
+            await agent.linked.wait()
+        await _play(Demo(server, agents, target))
+        lives = [*(agent.life for agent in agents), server.life]
+        for life in lives:
+            life.leave()
+            await life.phase.wait_value(Phase.EXIT)
+        targets.cancel()
+    print("\n--> both agents and the server have shut down cleanly")
+    return max(life.exit_code for life in lives)
+
+
+async def _serve_targets(listener: trio.SocketListener, scope: trio.CancelScope) -> None:
+    with scope:
+        await trio.serve_listeners(_target, [listener])
+
+
+def run() -> int:
+    """Play the demo; the exit code."""
+    failed: list[BaseException] = []
+    code = 1
+    try:
+        code = trio.run(_main)
+    except* DemoFailed as group:
+        failed.append(group)
+    for error in failed:
+        print(f"--> the demo failed: {error}")
+    return code
