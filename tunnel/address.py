@@ -1,4 +1,4 @@
-"""Addresses: where to listen, where a stream leads, and the one canonical form of a host.
+"""Addresses: where to listen, where a stream leads, what an agent reaches, and the one canonical form of a host.
 
 Rules that hold here:
 
@@ -21,6 +21,7 @@ from typing import ClassVar, Self
 
 from tunnel.errors import AddressError
 
+_IDENTIFIER_KINDS = ("host", "ipv4", "ipv6", "cidr", "suffix")
 _HOST = "a name, an IPv4 address like 192.0.2.1 or an IPv6 address like 2001:db8::1"
 
 _LONGEST_NAME = 253
@@ -115,26 +116,64 @@ class ListenAddress(_Endpoint):
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
-    """A local port that leads to a target."""
+class Identifier:
+    """What an agent says it can reach: one host, or all hosts of a kind.
 
-    listen: ListenAddress
-    target: Target
+    ``kind`` is ``host`` (a name), ``ipv4``, ``ipv6``, ``suffix`` (all names below a domain) or ``cidr`` (all addresses
+    of a network); ``value`` is in its canonical form, a suffix with its leading dot.
+    """
+
+    kind: str
+    value: str
 
     def __str__(self) -> str:
-        return f"{self.listen}={self.target}"
+        return f"{self.kind}={self.value}"
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read ``LISTEN=TARGET``, each side as its own class reads it.
+        """Read ``KIND=VALUE``. A ``host`` that is an address becomes ``ipv4`` or ``ipv6``.
 
         Raises:
-            AddressError: there is no ``=``, or one of the sides is not taken.
+            AddressError: the kind is unknown, or the value is not of that kind.
         """
-        listen, equals, target = text.partition("=")
-        if not equals:
-            raise _refusal(text, "is not a forward", "LISTEN=TARGET, like 5432=db.internal:5432")
-        return cls(ListenAddress.parse(listen), Target.parse(target))
+        kind, _, value = text.partition("=")
+        if kind not in _IDENTIFIER_KINDS:
+            raise _refusal(text, "is not an identifier", ", ".join(f"{known}=..." for known in _IDENTIFIER_KINDS))
+        if kind == "suffix":
+            return cls(kind, f".{_canonical_name(text, value.removeprefix('*').removeprefix('.'))}")
+        if kind == "cidr":
+            return cls(kind, str(_network(text, value)))
+        host = canonical_host(value)
+        found = host_kind(host)
+        if kind not in (found, "host"):
+            raise _refusal(text, f"holds no {kind} address", "for example ipv4=192.0.2.1 or ipv6=2001:db8::1")
+        return cls(found, host)
+
+    @property
+    def network(self) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+        """Of a ``cidr``: the network."""
+        return ipaddress.ip_network(self.value)
+
+
+def host_kind(host: str) -> str:
+    """What a canonical host is: ``ipv6``, ``ipv4`` or ``host``."""
+    if ":" in host:
+        return "ipv6"
+    return "ipv4" if host[-1].isdigit() and _ENDS_IN_A_NUMBER.fullmatch(host) else "host"
+
+
+def _canonical_name(text: str, value: str) -> str:
+    name = canonical_host(value)
+    if host_kind(name) != "host":
+        raise _refusal(text, "is not a domain", "suffix=.DOMAIN, like suffix=.svc.local")
+    return name
+
+
+def _network(text: str, value: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+    try:
+        return ipaddress.ip_network(value)
+    except ValueError as error:
+        raise _refusal(text, f"is not a network ({error})", "cidr=NETWORK/BITS, like cidr=10.1.0.0/16") from None
 
 
 def _refusal(text: str, why: str, taken: str) -> AddressError:

@@ -1,11 +1,9 @@
-"""The agent: keeps a link to its server, and connects streams to targets.
-
-    connecting --linked--> linked --link ended--> waiting (full jitter, capped) --> connecting
+"""The agent: links to servers, and connects the streams they ask for to targets.
 
 Rules that hold here:
 
-- Losing the link costs its streams and nothing else; the agent reconnects until it is told to leave.
-- The back-off grows with every failure, and falls back only after a link was stable for a while.
+- Losing a link costs its streams and nothing else; the sync loop restores it until the agent is told to leave.
+- The agent owns its drain state and says it in every HELLO; if it changed before WELCOME, DRAIN is the first packet.
 - A dial ends in exactly one answer. If the peer gave it up meanwhile, the target's socket is closed at once.
 
 This file must not know the command line, or servers' insides.
@@ -13,60 +11,36 @@ This file must not know the command line, or servers' insides.
 
 from __future__ import annotations
 
-import random
 import socket
+from collections.abc import Callable
 
 import trio
 
 from tunnel import logs
 from tunnel.address import Target
-from tunnel.config import AgentConfig, Timeouts
+from tunnel.config import AgentConfig
 from tunnel.connect import Connector
 from tunnel.errors import (
     AddressError,
     DialError,
     DialProtocolError,
     DialTimeout,
-    HandshakeRefused,
-    LinkClosed,
     RefusedDraining,
     StreamReset,
 )
-from tunnel.frames import DialReq, Drain, DrainAck, Packet
-from tunnel.handshake import DiallingHandshake, Identity, new_instance
+from tunnel.frames import DialReq, Drain, DrainAck, Packet, Welcome
+from tunnel.handshake import DiallingHandshake, Identity, new_instance, read_servers
 from tunnel.lifecycle import Lifecycle, live
 from tunnel.link import Link
 from tunnel.relay import Switchboard
 from tunnel.session import State
 from tunnel.stream import TunnelStream
+from tunnel.sync import SyncLoop
 from tunnel.transport import SocketTransport
 
 log = logs.get_logger(__name__)
 
 _ACK = 5.0  # seconds that a server has for acknowledging a DRAIN
-
-
-class Backoff:
-    """Full jitter: each delay is random between nothing and a bound that doubles up to a cap.
-
-    Attributes:
-        attempt: failures since the last reset.
-    """
-
-    def __init__(self, timeouts: Timeouts) -> None:
-        self.attempt = 0
-        self._timeouts = timeouts
-
-    def next(self) -> float:
-        """Seconds to wait after one more failure."""
-        bound = min(self._timeouts.backoff_max, self._timeouts.backoff_first * 2 ** min(self.attempt, 30))
-        self.attempt += 1
-        return random.uniform(0, bound)  # noqa: S311  # spreads load, protects nothing
-
-    def lived(self, seconds: float) -> None:
-        """A link ended after so long."""
-        if seconds >= self._timeouts.stable:
-            self.attempt = 0
 
 
 class _Dialling:
@@ -90,7 +64,9 @@ class Agent:
 
     Attributes:
         life: where it is between start and exit.
-        linked: set while there is a link; replaced by a new event when it is lost.
+        sync: what keeps the links; ``sync.links`` are those that are up.
+        linked: set while there is a link; replaced by a new event when the last one is lost.
+        draining: whether servers were asked to prefer other agents.
         served: how many dials were answered with a stream.
     """
 
@@ -99,17 +75,16 @@ class Agent:
         self.life = Lifecycle(self, config.timeouts.shutdown)
         self.linked = trio.Event()
         self.served = 0
+        self.draining = False
         self._instance = new_instance()
         self._board = Switchboard()
         self._connector = Connector()
-        self._backoff = Backoff(config.timeouts)
-        self._link: Link | None = None
-        self._draining = False
+        self.sync = SyncLoop(config.servers, self._connector, config.timeouts, self._make_link)
         self._drain_seq = 0
-        self._acked = trio.Event()
+        self._unacked: dict[Link, trio.Event] = {}
 
     def __repr__(self) -> str:
-        return f"<Agent {self.config.name} {self.life!r} {self._link!r}>"
+        return f"<Agent {self.config.name} {self.life!r} {self.sync!r}>"
 
     async def run(self, *, task_status: trio.TaskStatus[Agent] = trio.TASK_STATUS_IGNORED) -> int:
         """Serve until ``life.leave()`` is called; the exit code. Cancelling ends everything at once.
@@ -126,7 +101,7 @@ class Agent:
     async def start(self, life: Lifecycle) -> None:
         """See ``lifecycle.Program``."""
         await life.background.start(self._board.run)
-        life.accepting.start_soon(self._keep_linked)
+        life.accepting.start_soon(self.sync.run, life.background)
 
     async def tell(self) -> None:
         """See ``lifecycle.Program``."""
@@ -134,79 +109,77 @@ class Agent:
 
     async def close(self) -> None:
         """See ``lifecycle.Program``."""
-        if self._link is not None:
-            await self._link.close("leaving", "the agent is leaving")
+        async with trio.open_nursery() as nursery:
+            for link in self.sync.links.values():
+                nursery.start_soon(link.close, "leaving", "the agent is leaving")
 
     async def drain(self, reason: str) -> None:
-        """Ask the server to prefer other agents; return when it has acknowledged, or after five seconds.
+        """Ask all servers to prefer other agents; return when they have acknowledged, or after five seconds.
 
-        Dials that arrive all the same are served.
+        Dials that arrive all the same are served. Links that are lost are restored, still draining, and no others
+        are made.
         """
-        self._draining = True
-        link = self._link
-        if link is None:
-            return
+        self.draining = True
+        self.sync.drain()
         self._drain_seq += 1
-        self._acked = trio.Event()
-        log.info("drain started", reason=reason, open=self.life.open.value)
+        self._unacked = {link: trio.Event() for link in self.sync.links.values()}
+        log.info("drain started", reason=reason, open=self.life.open.value, servers=len(self._unacked))
+        for link in self._unacked:
+            self._send_drain(link, reason)
+        with trio.move_on_after(_ACK):
+            for acked in list(self._unacked.values()):
+                await acked.wait()
+            return
+        log.warning("drain not acked", servers=sum(not acked.is_set() for acked in self._unacked.values()))
+
+    def _send_drain(self, link: Link, reason: str) -> None:
         ms = int(self.config.timeouts.shutdown * 1000)
         link.session.send_control(Drain(self._drain_seq, "soft", reason, ms, self.life.open.value))
         link.flush()
-        with trio.move_on_after(_ACK):
-            await self._acked.wait()
-            return
-        log.warning("drain not acked", server=self.config.server)
 
-    # -- the link
+    # -- links
 
-    async def _keep_linked(self) -> None:
-        while True:
-            try:
-                await self._link_once()
-            except (DialError, HandshakeRefused, LinkClosed) as error:
-                delay = self._backoff.next()
-                log.warning(
-                    "link failed",
-                    server=self.config.server,
-                    attempt=self._backoff.attempt,
-                    delay=f"{delay:.2f}s",
-                    cause=error,
-                )
-                await trio.sleep(delay)
+    def _make_link(self, sock: socket.socket, on_linked: Callable[[], None], on_end: Callable[[], None]) -> Link:
+        said = self.draining
+        me = Identity(
+            "agent",
+            self.config.name,
+            self._instance,
+            draining=said,
+            claims=self.config.claims,
+            linked=tuple(self.sync.links),
+        )
 
-    async def _link_once(self) -> None:
-        """Connect, be linked, and raise what ended it."""
-        server = self.config.server
-        with trio.move_on_after(self.config.timeouts.handshake) as scope:
-            sock = await self._connector.connect(server.host, server.port)
-        if scope.cancelled_caught:
-            raise DialTimeout(f"{server}: no connection within {self.config.timeouts.handshake:g} s")
-        handshake = DiallingHandshake(Identity("agent", self.config.name, self._instance, draining=self._draining))
+        def linked() -> None:
+            on_linked()
+            self.linked.set()
+            if self.draining and not said:  # it began between HELLO and WELCOME
+                self._send_drain(link, "admin")
+
+        def ended() -> None:
+            on_end()
+            if link in self._unacked:
+                self._unacked[link].set()
+            if not self.sync.links:
+                self.linked = trio.Event()
+
         link = Link(
             SocketTransport(sock),
-            handshake,
+            DiallingHandshake(me),
             limits=self.config.limits,
             timeouts=self.config.timeouts,
             on_dial=self._dialled,
-            on_control=self._control,
+            on_control=lambda packet: self._control(link, packet),
+            on_linked=linked,
+            on_end=ended,
         )
-        await self.life.background.start(link.run)
-        await self._while_linked(link)
+        return link
 
-    async def _while_linked(self, link: Link) -> None:
-        began = trio.current_time()
-        self._link = link
-        self.linked.set()
-        log.info("linked", server=self.config.server, server_id=link.peer.instance if link.peer else "")
-        await link.ended.wait()
-        self._link = None
-        self.linked = trio.Event()
-        self._backoff.lived(trio.current_time() - began)
-        raise LinkClosed(str(link.why))
-
-    def _control(self, packet: Packet) -> None:
-        if isinstance(packet, DrainAck) and packet.seq == self._drain_seq:
-            self._acked.set()
+    def _control(self, link: Link, packet: Packet) -> None:
+        if isinstance(packet, DrainAck) and packet.seq == self._drain_seq and link in self._unacked:
+            self._unacked[link].set()
+        elif isinstance(packet, Welcome):
+            self.sync.told_count(link, read_servers(packet))
 
     # -- dials
 

@@ -1,31 +1,49 @@
 """The backend manager: which agents are linked, which of them should serve a dial, and dialling through it.
 
-    ACTIVE --DRAIN, or HELLO with ``draining``--> DRAINING --link ended--> GONE
-       +------------------link ended------------------------------------> GONE
+    ACTIVE --mark (DRAIN, or ``draining`` in HELLO)--> DRAINING --DRAIN(final)--> FINAL --link ended--> GONE
+       ^----------------unmark----------------------------+       ACTIVE, DRAINING --link ended--> GONE
 
 Rules that hold here:
 
-- A draining backend is picked only when no active one is left; in either case the better of two random ones.
-- Every operation is O(1), and ``pick`` scans nothing.
+- Two passes: ACTIVE backends over all strategies in order, then DRAINING ones over all strategies in order. FINAL ones
+  are in no pool. Within ``destHost``: the exact host, then the longest suffix, then the longest CIDR.
+- Nothing here scans backends to serve a dial. What a pick costs depends on the labels of a name and on how many
+  different CIDR lengths are claimed, not on how many agents there are.
 - Between a pick and the registration of its dial on the link there is no await: one thread is the only lock.
+- A dial whose link is lost, or whose agent is leaving, before the answer goes once to another instance, within the
+  first deadline. No byte of the client has moved by then.
 
 This file must not know front-ends, sockets, or how an agent came to be linked.
 """
 
 from __future__ import annotations
 
-import random
+import ipaddress
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
 
 import trio
 
 from tunnel import logs
-from tunnel.address import Target
-from tunnel.errors import DialTimeout, NoBackend
+from tunnel.address import Identifier, Target, host_kind
+from tunnel.config import STRATEGIES, Claims
+from tunnel.errors import DialTimeout, LinkLost, NoBackend, RefusedDraining
 from tunnel.frames import Drain, DrainAck, Packet
+from tunnel.handshake import Identity
 from tunnel.link import Link
+from tunnel.pools import BackendState, Bucket
 from tunnel.stream import TunnelStream
 
 log = logs.get_logger(__name__)
+
+Key = tuple[str, str | int, int]
+"""What buckets go by: a kind, a value, and for networks (``cidr4``, ``cidr6``) the length of the prefix."""
+
+_ANY: Key = ("any", "", 0)
+_DEFAULT_ROUTE: Key = ("default-route", "", 0)
+_EXPLAINED = 100  # candidates listed per key in an explanation
 
 
 class Backend:
@@ -33,132 +51,329 @@ class Backend:
 
     Attributes:
         link: set by whoever makes the link, before it runs.
-        draining: whether it should be avoided.
-        place: where it stands in its pool; for the pool.
+        state: see the head of this file.
     """
 
-    __slots__ = ("drain_seq", "draining", "link", "manager", "place")
+    __slots__ = ("_drain_seq", "keys", "link", "manager", "state")
 
     link: Link
 
     def __init__(self, manager: Backends) -> None:
         self.manager = manager
-        self.draining = False
-        self.drain_seq = 0
-        self.place = -1
+        self.state = BackendState.GONE
+        self.keys: tuple[Key, ...] = ()
+        self._drain_seq = 0
 
     def __repr__(self) -> str:
-        return f"<Backend {self.name} {'DRAINING' if self.draining else 'ACTIVE'} streams={self.link.session.streams}>"
+        return f"<Backend {self.name} {self.instance[:8]} {self.state.name} streams={self.streams}>"
+
+    @property
+    def _peer(self) -> Identity:
+        peer = self.link.peer
+        assert peer is not None, "a backend is used when its link is up"  # noqa: S101
+        return peer
 
     @property
     def name(self) -> str:
         """What the agent calls itself."""
-        peer = self.link.peer
-        return peer.name if peer else "?"
+        return self._peer.name
+
+    @property
+    def instance(self) -> str:
+        """The agent's process."""
+        return self._peer.instance
+
+    @property
+    def claims(self) -> Claims:
+        """What the agent says it can serve."""
+        return self._peer.claims
+
+    @property
+    def priority(self) -> int:
+        """The agent's tier."""
+        return self._peer.claims.priority
+
+    @property
+    def draining(self) -> bool:
+        """Whether the agent said so when it linked."""
+        return self._peer.draining
+
+    @property
+    def streams(self) -> int:
+        """Streams open or being dialled."""
+        return self.link.session.streams
+
+    def on_linked(self) -> None:
+        """The link is up."""
+        self.manager.add(self)
+
+    def on_end(self) -> None:
+        """The link has ended."""
+        self.manager.remove(self)
 
     def on_control(self, packet: Packet) -> None:
-        """A packet about the link: DRAIN marks and acknowledges in one step; others mean nothing here."""
+        """A packet about the link. DRAIN marks and is acknowledged in one step; others mean nothing here."""
         if isinstance(packet, Drain):
-            if packet.seq > self.drain_seq:
-                self.drain_seq = packet.seq
-                self.manager.mark_draining(self)
+            if packet.seq > self._drain_seq:
+                self._drain_seq = packet.seq
+                self.manager.mark(self, final=packet.phase == "final")
             self.link.session.send_control(DrainAck(packet.seq, packet.phase))
 
 
-class _Pool:
-    """A set with a random choice: an array in which removal swaps in the last."""
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Who serves a dial, and why.
 
-    __slots__ = ("_members",)
+    Attributes:
+        strategy: which matched, or ``agent`` where the agent was asked for by name.
+        key: what of the agent's claims matched.
+        fallback: it is a draining one, since no active one matched anything.
+    """
 
-    def __init__(self) -> None:
-        self._members: list[Backend] = []
+    backend: Backend
+    strategy: str
+    key: str
+    fallback: bool
 
-    def __len__(self) -> int:
-        return len(self._members)
 
-    def add(self, backend: Backend) -> None:
-        backend.place = len(self._members)
-        self._members.append(backend)
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One backend under a key that matched, and what became of it: ``verdict`` is for people."""
 
-    def remove(self, backend: Backend) -> None:
-        last = self._members.pop()
-        if last is not backend:
-            self._members[backend.place] = last
-            last.place = backend.place
-        backend.place = -1
+    agent: str
+    instance: str
+    state: str
+    priority: int
+    streams: int
+    verdict: str
 
-    def better_of_two(self) -> Backend | None:
-        members = self._members
-        count = len(members)
-        if count < 2:
-            return members[0] if members else None
-        first = int(random.random() * count)  # noqa: S311  # load balancing; randrange costs five times as much
-        second = (first + 1 + int(random.random() * (count - 1))) % count  # noqa: S311
-        one, other = members[first], members[second]
-        return one if one.link.session.streams <= other.link.session.streams else other
+
+@dataclass(frozen=True, slots=True)
+class Considered:
+    """One key that matched, in the order of preference; at most 100 of its candidates are listed."""
+
+    strategy: str
+    key: str
+    verdict: str
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """How a target finds its agent now; ``decision`` is None where nothing matches."""
+
+    target: Target
+    decision: Decision | None
+    considered: tuple[Considered, ...]
 
 
 class Backends:
     """All linked agents of a server.
 
+    Args:
+        strategies: in the order tried; see ``docs/strategies.md``.
+
     Attributes:
-        fallbacks: dials that went to a draining backend because there was no other.
+        fallbacks: dials that went to a draining backend because nothing else matched.
+        redispatched: dials that went to a second backend, by the code of what happened at the first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, strategies: tuple[str, ...] = STRATEGIES) -> None:
+        self.strategies = strategies
         self.fallbacks = 0
-        self._active = _Pool()
-        self._draining = _Pool()
+        self.redispatched: Counter[str] = Counter()
+        self._buckets: dict[Key, Bucket[Backend]] = {}
+        self._prefixes: dict[str, Counter[int]] = {"cidr4": Counter(), "cidr6": Counter()}
+        self._suffixes = 0
+        self._states: Counter[BackendState] = Counter()
+        self._instances: dict[str, Backend] = {}
 
     def __repr__(self) -> str:
-        return f"<Backends active={len(self._active)} draining={len(self._draining)}>"
+        return f"<Backends active={self.active} draining={self._states[BackendState.DRAINING]}>"
 
     def __len__(self) -> int:
-        return len(self._active) + len(self._draining)
+        return self._states.total()
+
+    @property
+    def active(self) -> int:
+        """How many backends are ACTIVE."""
+        return self._states[BackendState.ACTIVE]
+
+    # -- membership
 
     def add(self, backend: Backend) -> None:
-        """A link is usable. One whose agent says it is draining is never active, not for one pick."""
-        peer = backend.link.peer
-        backend.draining = backend.draining or (peer is not None and peer.draining)
-        self._pool(backend).add(backend)
-        log.info("agent linked", agent=backend.name, agents=len(self), draining=backend.draining)
+        """A link is up. One whose agent says that it is draining is never ACTIVE, not for one pick.
+
+        An agent that links anew while an older link of the same process is here knows of no such link: it is dropped.
+        """
+        stale = self._instances.get(backend.instance)
+        self._instances[backend.instance] = backend
+        if stale is not None:
+            stale.link.drop("the agent linked anew")
+        draining = backend.draining
+        backend.keys = tuple(_keys_of(backend))
+        self._enter(backend, BackendState.DRAINING if draining else BackendState.ACTIVE)
+        log.info("agent linked", agent=backend.name, instance=backend.instance, agents=len(self), draining=draining)
 
     def remove(self, backend: Backend) -> None:
-        """Its link has ended."""
-        if backend.place >= 0:
-            self._pool(backend).remove(backend)
-            log.info("agent gone", agent=backend.name, agents=len(self), cause=backend.link.why)
+        """Its link has ended. No effect on one that is GONE."""
+        if backend.state is not BackendState.GONE:
+            self._enter(backend, BackendState.GONE)
+            if self._instances.get(backend.instance) is backend:
+                del self._instances[backend.instance]
+            log.info(
+                "agent gone", agent=backend.name, instance=backend.instance, agents=len(self), cause=backend.link.why
+            )
 
-    def mark_draining(self, backend: Backend) -> None:
-        """Avoid it from now on. No effect on one that is draining."""
-        if backend.draining:
-            return
-        if backend.place >= 0:
-            self._active.remove(backend)
-            self._draining.add(backend)
-        backend.draining = True
-        log.info("backend draining", agent=backend.name, left_active=len(self._active))
-        if not self._active:
-            log.warning("no active backend left", draining=len(self._draining))
+    def mark(self, backend: Backend, *, final: bool = False) -> None:
+        """Avoid it: ACTIVE -> DRAINING; or, ``final``, use it no more. No way back from FINAL or GONE."""
+        wanted = BackendState.FINAL if final else BackendState.DRAINING
+        if backend.state is BackendState.ACTIVE or (final and backend.state is BackendState.DRAINING):
+            was_active = backend.state is BackendState.ACTIVE
+            self._enter(backend, wanted)
+            if was_active:
+                log.info("backend draining", agent=backend.name, instance=backend.instance, left_active=self.active)
+                if not self.active:
+                    log.warning("no active backend left", draining=self._states[BackendState.DRAINING])
 
-    def _pool(self, backend: Backend) -> _Pool:
-        return self._draining if backend.draining else self._active
+    def unmark(self, backend: Backend) -> None:
+        """DRAINING -> ACTIVE. No effect in any other state."""
+        if backend.state is BackendState.DRAINING:
+            self._enter(backend, BackendState.ACTIVE)
+            log.info("backend active", agent=backend.name, instance=backend.instance)
 
-    def pick(self) -> Backend:
-        """Who should serve a dial now.
+    def _enter(self, backend: Backend, state: BackendState) -> None:
+        """Move between states, and so between pools."""
+        old, backend.state = backend.state, state
+        if old is not BackendState.GONE:
+            self._states[old] -= 1
+        if state is not BackendState.GONE:
+            self._states[state] += 1
+        for key in backend.keys:
+            if old in _POOLED:
+                self._leave_bucket(key, backend, old)
+            if state in _POOLED:
+                self._enter_bucket(key, backend, state)
+
+    def _enter_bucket(self, key: Key, backend: Backend, state: BackendState) -> None:
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = Bucket()
+            self._count(key, 1)
+        bucket.add(backend, state)
+
+    def _leave_bucket(self, key: Key, backend: Backend, state: BackendState) -> None:
+        bucket = self._buckets[key]
+        bucket.remove(backend, state)
+        if not bucket:
+            del self._buckets[key]
+            self._count(key, -1)
+
+    def _count(self, key: Key, change: int) -> None:
+        """Know which suffixes and prefix lengths are worth looking for."""
+        kind, _, bits = key
+        if kind == "suffix":
+            self._suffixes += change
+        elif kind in self._prefixes:
+            self._prefixes[kind][bits] += change
+            self._prefixes[kind] = +self._prefixes[kind]  # without what fell to zero
+
+    # -- choosing
+
+    def decide(self, target: Target, agent: str | None = None, besides: str | None = None) -> Decision:
+        """Who should serve a dial now: of all, or of those named ``agent``; not of the instance ``besides``.
 
         Raises:
-            NoBackend: no agent is linked.
+            NoBackend: nobody matches.
         """
-        backend = self._active.better_of_two()
-        if backend is None:
-            backend = self._draining.better_of_two()
-            if backend is None:
-                raise NoBackend("no agent is linked")
-            self.fallbacks += 1
-        return backend
+        for state in (BackendState.ACTIVE, BackendState.DRAINING):
+            for strategy, key in self._matches(target, agent):
+                backend = self._buckets[key].pick(state, besides)
+                if backend is not None:
+                    return Decision(backend, strategy, _spelled(key), state is BackendState.DRAINING)
+        raise NoBackend(self._why_none(target, agent))
 
-    async def dial(self, target: Target, seconds: float) -> TunnelStream:
+    def _why_none(self, target: Target, agent: str | None) -> str:
+        if not len(self):
+            return "no agent is linked"
+        if agent is not None:
+            return f"no agent named {agent} can take it now"
+        return f"no agent matches {target}"
+
+    def _matches(self, target: Target, agent: str | None) -> Iterator[tuple[str, Key]]:
+        """Strategies and keys under which somebody is, most preferred first."""
+        buckets = self._buckets
+        if agent is not None:
+            if ("agent", agent, 0) in buckets:
+                yield "agent", ("agent", agent, 0)
+            return
+        for strategy in self.strategies:
+            for key in _KEYS_FOR[strategy](self, target.host):
+                if key in buckets:
+                    yield strategy, key
+
+    def _host_keys(self, host: str) -> Iterator[Key]:
+        kind = host_kind(host)
+        yield kind, host, 0
+        if kind == "host":
+            yield from self._suffix_keys(host)
+        else:
+            yield from self._cidr_keys(host)
+
+    def _cidr_keys(self, host: str) -> Iterator[Key]:
+        kind, width = _family(":" in host)
+        if self._prefixes[kind]:
+            number = int(ipaddress.ip_address(host))
+            for bits in sorted(self._prefixes[kind], reverse=True):
+                yield kind, number >> (width - bits), bits
+
+    def _suffix_keys(self, host: str) -> Iterator[Key]:
+        dot = host.find(".") if self._suffixes else -1
+        while dot >= 0:
+            yield "suffix", host[dot:], 0
+            dot = host.find(".", dot + 1)
+
+    def _default_route_keys(self, _host: str) -> Iterator[Key]:
+        yield _DEFAULT_ROUTE
+
+    def _any_keys(self, _host: str) -> Iterator[Key]:
+        yield _ANY
+
+    def explain(self, target: Target, agent: str | None = None) -> Explanation:
+        """The decision for a target, with every key that matches and why each candidate is or is not preferred.
+
+        Changes nothing. Unlike a pick, its cost grows with the candidates.
+        """
+        try:
+            decision = self.decide(target, agent)
+        except NoBackend:
+            decision = None
+        considered = []
+        for strategy, key in self._matches(target, agent):
+            chosen = decision is not None and (decision.strategy, decision.key) == (strategy, _spelled(key))
+            considered.append(self._consider(strategy, key, decision, chosen=chosen))
+        return Explanation(target, decision, tuple(considered))
+
+    def _consider(self, strategy: str, key: Key, decision: Decision | None, *, chosen: bool) -> Considered:
+        members = list(islice(self._buckets[key].members(), _EXPLAINED))
+        an_active = any(state is BackendState.ACTIVE for _, state in members)
+        use = _USE[chosen, an_active]
+        candidates = tuple(
+            Candidate(
+                backend.name,
+                backend.instance,
+                state.value,
+                backend.priority,
+                backend.streams,
+                _verdict(backend, state, decision) if decision and chosen else use,
+            )
+            for backend, state in members
+        )
+        return Considered(strategy, _spelled(key), use, candidates)
+
+    # -- dialling
+
+    async def dial(self, target: Target, seconds: float, agent: str | None = None) -> TunnelStream:
         """A stream to ``target`` through the backend that should serve it, within ``seconds``.
 
         If cancelled, the agent is told, and no stream is left.
@@ -166,6 +381,73 @@ class Backends:
         Raises:
             DialError: ``NoBackend``, ``DialTimeout``, ``LinkLost``, or what the agent answered.
         """
-        with trio.move_on_after(seconds):
-            return await self.pick().link.dial(target.host, target.port, ms=int(seconds * 1000))
+        deadline = trio.current_time() + seconds
+        with trio.CancelScope(deadline=deadline):
+            decision = self.decide(target, agent)
+            try:
+                return await self._dial_through(decision, target, seconds)
+            except (LinkLost, RefusedDraining) as error:
+                first = error
+            decision = self.decide(target, agent, besides=decision.backend.instance)
+            self.redispatched[first.code] += 1
+            log.debug("dial goes to another", target=target, agent=decision.backend.name, cause=first.code)
+            return await self._dial_through(decision, target, deadline - trio.current_time())
         raise DialTimeout(f"{target}: no answer within {seconds:g} s")
+
+    async def _dial_through(self, decision: Decision, target: Target, seconds: float) -> TunnelStream:
+        self.fallbacks += decision.fallback
+        return await decision.backend.link.dial(target.host, target.port, ms=max(1, int(seconds * 1000)))
+
+
+_USE = {  # by whether it was chosen, and whether it has an active agent
+    (True, True): "used: the first that has an active agent",
+    (True, False): "used: the first, and no match has an active agent",
+    (False, True): "not used: an earlier match serves",
+    (False, False): "not used: all its agents are draining",
+}
+_POOLED = (BackendState.ACTIVE, BackendState.DRAINING)
+_KEYS_FOR = {
+    "destHost": Backends._host_keys,
+    "defaultRoute": Backends._default_route_keys,
+    "default": Backends._any_keys,
+}
+
+
+def _keys_of(backend: Backend) -> Iterator[Key]:
+    yield _ANY
+    yield "agent", backend.name, 0
+    if backend.claims.default_route:
+        yield _DEFAULT_ROUTE
+    for identifier in backend.claims.identifiers:
+        yield _key_of(identifier)
+
+
+def _key_of(identifier: Identifier) -> Key:
+    if identifier.kind != "cidr":
+        return identifier.kind, identifier.value, 0
+    network = identifier.network
+    kind, width = _family(network.version == 6)
+    return kind, int(network.network_address) >> (width - network.prefixlen), network.prefixlen
+
+
+def _family(is_v6: bool) -> tuple[str, int]:
+    return ("cidr6", 128) if is_v6 else ("cidr4", 32)
+
+
+def _spelled(key: Key) -> str:
+    """The key as an identifier would be written."""
+    kind, value, bits = key
+    if isinstance(value, str):
+        return f"{kind}={value}" if value else kind
+    address = value << (_family(kind == "cidr6")[1] - bits)
+    return f"cidr={ipaddress.IPv6Address(address) if kind == 'cidr6' else ipaddress.IPv4Address(address)}/{bits}"
+
+
+def _verdict(backend: Backend, state: BackendState, decision: Decision) -> str:
+    if backend is decision.backend:
+        return "picked"
+    if state is BackendState.DRAINING and not decision.fallback:
+        return "passed over: draining, and another is active"
+    if backend.priority > decision.backend.priority:
+        return f"passed over: priority {backend.priority}, and one of priority {decision.backend.priority} serves"
+    return "equal: each dial takes the better of two random ones"

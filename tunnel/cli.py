@@ -19,8 +19,19 @@ from typing import Any
 import click
 
 from tunnel import __version__
-from tunnel.address import Forward, ListenAddress, Target
-from tunnel.config import AgentConfig, ServerConfig, load_file, parse_agent_name, parse_duration
+from tunnel.address import Identifier, ListenAddress, Target
+from tunnel.config import (
+    LOWEST_PRIORITY,
+    STRATEGIES,
+    AgentConfig,
+    Claims,
+    Forward,
+    ServerConfig,
+    load_file,
+    parse_agent_name,
+    parse_duration,
+    parse_strategies,
+)
 from tunnel.errors import ConfigError
 
 _DEFAULTS = ServerConfig()
@@ -65,10 +76,13 @@ def _defaults_from_file(path: str) -> dict[str, dict[str, Any]]:
 
 def _keys(command: click.Command) -> dict[str, type]:
     options = [param for param in command.params if isinstance(param, click.Option)]
-    return {
-        option.opts[0].removeprefix("--"): bool if option.is_flag else list if option.multiple else str
-        for option in options
-    }
+    return {option.opts[0].removeprefix("--"): _value_type(option) for option in options}
+
+
+def _value_type(option: click.Option) -> type:
+    if option.multiple:
+        return list
+    return bool if option.is_flag else int if isinstance(option.type, click.IntRange) else str
 
 
 def _set_defaults(ctx: click.Context, _param: click.Parameter, defaults: dict[str, Any] | None) -> None:
@@ -82,6 +96,9 @@ _forward = Parsed("forward", Forward.parse)
 _target = Parsed("address", Target.parse)
 _duration = Parsed("duration", parse_duration)
 _name = Parsed("name", parse_agent_name)
+_identifier = Parsed("identifier", Identifier.parse)
+_strategies = Parsed("strategies", parse_strategies)
+_SEVERAL = "Repeatable; the variable takes several, separated by spaces."
 _file = Parsed("file", _defaults_from_file)
 
 
@@ -121,10 +138,9 @@ def program() -> None:
 @_option(
     "--forward",
     type=_forward,
-    metavar="LISTEN=TARGET",
+    metavar="LISTEN=TARGET[@AGENT]",
     multiple=True,
-    help="A local port that leads to a target, like 5432=db.internal:5432. Repeatable; the variable takes several, "
-    "separated by spaces.",
+    help=f"A local port that leads to a target, like 5432=db.internal:5432; @AGENT: through that one. {_SEVERAL}",
 )
 @_option(
     "--dial-timeout",
@@ -133,6 +149,20 @@ def program() -> None:
     default=f"{_DEFAULTS.dial_timeout:g}s",
     help="How long a stream may take to open: 500ms, 30s, 5m.",
 )
+@_option(
+    "--strategy",
+    type=_strategies,
+    metavar="LIST",
+    default=",".join(STRATEGIES),
+    help="How agents are matched to a target, in the order tried.",
+)
+@_option(
+    "--server-count",
+    type=click.IntRange(1),
+    metavar="N",
+    default=_DEFAULTS.server_count,
+    help="How many servers there are in all; agents link to each.",
+)
 @_option("--insecure", is_flag=True, help="Serve addresses that others can reach, though nobody proves who they are.")
 @_log_options
 def _server(
@@ -140,12 +170,14 @@ def _server(
     connect: ListenAddress | None,
     forward: tuple[Forward, ...],
     dial_timeout: float,
+    strategy: tuple[str, ...],
+    server_count: int,
     insecure: bool,
     log_level: str,
     log_format: str,
 ) -> None:
     """Take links from agents, and open streams through them."""
-    config = ServerConfig(listen, connect, forward, dial_timeout, insecure)
+    config = ServerConfig(listen, connect, forward, dial_timeout, insecure, strategy, server_count)
     config.check()
     _log_to_stderr(log_level, log_format)
     if exposed := config.exposed():
@@ -158,7 +190,14 @@ def _server(
 
 
 @program.command("agent")
-@_option("--server", type=_target, metavar="HOST:PORT", required=True, help="The server to link to.")
+@_option(
+    "--server",
+    type=_target,
+    metavar="HOST:PORT",
+    multiple=True,
+    required=True,
+    help=f"Where to link to servers; a name may stand for several. {_SEVERAL}",
+)
 @_option(
     "--name",
     type=_name,
@@ -167,10 +206,34 @@ def _server(
     show_default="the host name",
     help="How this agent is called.",
 )
+@_option(
+    "--identifier",
+    type=_identifier,
+    metavar="KIND=VALUE",
+    multiple=True,
+    help="A host that it serves: host=db.internal, ipv4=10.0.0.7, ipv6=2001:db8::7, suffix=.svc.local, "
+    f"cidr=10.1.0.0/16. {_SEVERAL}",
+)
+@_option("--default-route", is_flag=True, help="Serve whatever no agent's identifier matches.")
+@_option(
+    "--priority",
+    type=click.IntRange(0, LOWEST_PRIORITY),
+    metavar="N",
+    default=0,
+    help="0 serves first; others when no agent of a lower number that matches is active.",
+)
 @_log_options
-def _agent(server: Target, name: str, log_level: str, log_format: str) -> None:
-    """Link to a server, and reach targets for it."""
-    config = AgentConfig(server, name)
+def _agent(
+    server: tuple[Target, ...],
+    name: str,
+    identifier: tuple[Identifier, ...],
+    default_route: bool,
+    priority: int,
+    log_level: str,
+    log_format: str,
+) -> None:
+    """Link to servers, and reach targets for them."""
+    config = AgentConfig(server, name, Claims(identifier, default_route, priority))
     _log_to_stderr(log_level, log_format)
     from tunnel import agent
 

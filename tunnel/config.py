@@ -15,19 +15,22 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from tunnel.address import Forward, ListenAddress, Target
+from tunnel.address import Identifier, ListenAddress, Target
 from tunnel.errors import ConfigError
 
 LONGEST_NAME = 128
+STRATEGIES = ("destHost", "defaultRoute", "default")
+LOWEST_PRIORITY = 99
+_CLAIMS_BYTES = 2048  # of identifiers, together: a HELLO must fit into what is taken before authentication
 
 _LINKS = ListenAddress("127.0.0.1", 7400)
 _CONNECT = ListenAddress("127.0.0.1", 7401)
 
 _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h)")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-_TAKEN_TYPES: dict[type, str] = {str: "a text", bool: "true or false", list: "a list of texts"}
+_TAKEN_TYPES: dict[type, str] = {str: "a text", bool: "true or false", int: "a whole number", list: "a list of texts"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,33 @@ class Timeouts:
 
 
 @dataclass(frozen=True, slots=True)
+class Forward:
+    """A local port that leads to a target, through the agents of one name if ``agent`` says so."""
+
+    listen: ListenAddress
+    target: Target
+    agent: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.listen}={self.target}" + (f"@{self.agent}" if self.agent else "")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read ``LISTEN=TARGET`` or ``LISTEN=TARGET@AGENT``.
+
+        Raises:
+            ConfigError: there is no ``=``, or one of the parts is not taken.
+        """
+        listen, equals, rest = text.partition("=")
+        target, at, agent = rest.partition("@")
+        if not equals:
+            raise ConfigError(
+                f"{_shown(text)} is not a forward; taken: LISTEN=TARGET[@AGENT], like 5432=db.internal:5432"
+            )
+        return cls(ListenAddress.parse(listen), Target.parse(target), parse_agent_name(agent) if at else None)
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """What a server needs to know.
 
@@ -82,6 +112,8 @@ class ServerConfig:
         forwards: local ports, each leading to one target.
         dial_timeout: seconds from asking for a stream to its answer.
         insecure: serve on addresses that others can reach although nobody has to prove who they are.
+        strategies: how backends are matched to a target, in the order tried; some of ``STRATEGIES``.
+        server_count: how many servers there are in all, for agents to link to.
     """
 
     listen: ListenAddress = _LINKS
@@ -89,6 +121,8 @@ class ServerConfig:
     forwards: tuple[Forward, ...] = ()
     dial_timeout: float = 10.0
     insecure: bool = False
+    strategies: tuple[str, ...] = STRATEGIES
+    server_count: int = 1
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
@@ -115,26 +149,72 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Claims:
+    """What an agent says it can serve.
+
+    Attributes:
+        identifiers: hosts and kinds of hosts; none are twice.
+        default_route: also whatever no identifier of anyone matches.
+        priority: 0 to 99; it serves when no agent of a lower number that matches is active.
+
+    Raises:
+        ConfigError: the priority is out of range, or the identifiers are too long together.
+    """
+
+    identifiers: tuple[Identifier, ...] = ()
+    default_route: bool = False
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "identifiers", tuple(dict.fromkeys(self.identifiers)))
+        if not 0 <= self.priority <= LOWEST_PRIORITY:
+            raise ConfigError(f"{self.priority} is not a priority; taken: 0 (first) to {LOWEST_PRIORITY}")
+        if sum(len(str(identifier)) + 2 for identifier in self.identifiers) > _CLAIMS_BYTES:
+            raise ConfigError(
+                f"{len(self.identifiers)} identifiers are longer than {_CLAIMS_BYTES} bytes together; "
+                "a suffix or a cidr says more in less"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class AgentConfig:
     """What an agent needs to know.
 
     Attributes:
-        server: where the agent dials out to.
+        servers: where the agent dials out to; each may stand for several servers.
         name: how the agent is called, see ``parse_agent_name``.
+        claims: what it says it can serve.
         dial_timeout: seconds that reaching a target may take, resolving its name included.
 
     Raises:
-        ConfigError: the name is not taken.
+        ConfigError: the name is not taken, or there is no server.
     """
 
-    server: Target
+    servers: tuple[Target, ...]
     name: str
+    claims: Claims = field(default_factory=Claims)
     dial_timeout: float = 10.0
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
     def __post_init__(self) -> None:
         parse_agent_name(self.name)
+        if not self.servers:
+            raise ConfigError("no server is given; taken: one or more HOST:PORT")
+
+
+def parse_strategies(text: str) -> tuple[str, ...]:
+    """The strategies of a comma list, in its order.
+
+    Raises:
+        ConfigError: one is unknown or there twice, or there is none.
+    """
+    words = tuple(text.split(","))
+    if len(set(words)) != len(words) or not set(words) <= set(STRATEGIES):
+        raise ConfigError(
+            f"{_shown(text)} is not a list of strategies; taken: {','.join(STRATEGIES)}, each at most once"
+        )
+    return words
 
 
 def parse_agent_name(text: str) -> str:
@@ -165,7 +245,7 @@ def parse_duration(text: str) -> float:
 def load_file(path: str | Path, known: Mapping[str, Mapping[str, type]]) -> dict[str, dict[str, Any]]:
     """Read a TOML file of sections and keys; ``known`` says which there are, and the type of each key's value.
 
-    A type is ``str``, ``bool``, or ``list`` for a list of texts. Texts are not looked into.
+    A type is ``str``, ``bool``, ``int``, or ``list`` for a list of texts. Texts are not looked into.
 
     Raises:
         ConfigError: the file cannot be read, is not TOML, or holds an unknown section, an unknown key or a value of
@@ -205,7 +285,7 @@ def _read_toml(path: str | Path) -> dict[str, Any]:
 def _fits(value: object, wanted: type) -> bool:
     if wanted is list:
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
-    return isinstance(value, wanted)
+    return type(value) is wanted
 
 
 def _unknown(what: str, word: str, known: Mapping[str, object]) -> ConfigError:

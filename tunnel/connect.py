@@ -11,7 +11,6 @@ This file must not know who wants the socket, or for what.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import socket
@@ -22,7 +21,8 @@ import trio
 from tunnel.errors import DialError, DialTimeout, DnsError, Refused, Unreachable
 
 _HEAD_START = 0.25
-_Address = tuple[int, Any]  # family and the address as sockets take it
+Address = tuple[int, Any]
+"""Family, and the address as sockets take it; hashable."""
 
 
 class Connector:
@@ -44,12 +44,24 @@ class Connector:
             DialTimeout: the system gave up waiting for an answer.
             Unreachable: anything else that the network, or this machine, had against it.
         """
-        addresses = _literal(host, port) or await self._resolve(host, port)
-        sock = await (_connect_one(addresses[0]) if len(addresses) == 1 else _connect_any(addresses))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return sock
+        addresses = await self.resolve(host, port)
+        if len(addresses) == 1:
+            return await self.connect_to(addresses[0])
+        return _no_delay(await _connect_any(addresses))
 
-    async def _resolve(self, host: str, port: int) -> list[_Address]:
+    async def connect_to(self, address: Address) -> socket.socket:
+        """The same, for one address."""
+        return _no_delay(await _connect_one(address))
+
+    async def resolve(self, host: str, port: int) -> list[Address]:
+        """Every address of a host, in the resolver's order, none twice. A literal address needs no resolver.
+
+        Raises:
+            DnsError: the name has no address, or no resolver answered.
+        """
+        literal = _literal(host, port)
+        if literal is not None:
+            return [literal]
         try:
             found = await trio.to_thread.run_sync(
                 lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM),
@@ -60,19 +72,25 @@ class Connector:
             raise DnsError(f"{host}: {error.strerror or error}") from error
         except UnicodeError as error:  # a name that the system's own encoding does not take
             raise DnsError(f"{host}: {error}") from error
-        return [(int(family), address) for family, _, _, _, address in found]
+        return list(dict.fromkeys((int(family), address) for family, _, _, _, address in found))
 
 
-def _literal(host: str, port: int) -> list[_Address] | None:
+def _literal(host: str, port: int) -> Address | None:
     """The address itself, for a host that needs no resolver."""
-    for family in (socket.AF_INET6,) if ":" in host else (socket.AF_INET,):
-        with contextlib.suppress(OSError):
-            socket.inet_pton(family, host)
-            return [(int(family), (host, port))]
-    return None
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.inet_pton(family, host)
+    except OSError:
+        return None
+    return int(family), (host, port)
 
 
-async def _connect_one(where: _Address) -> socket.socket:
+def _no_delay(sock: socket.socket) -> socket.socket:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
+
+
+async def _connect_one(where: Address) -> socket.socket:
     family, address = where
     try:
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -97,11 +115,11 @@ async def _connect_one(where: _Address) -> socket.socket:
     return sock
 
 
-async def _connect_any(addresses: list[_Address]) -> socket.socket:
+async def _connect_any(addresses: list[Address]) -> socket.socket:
     won: list[socket.socket] = []
     errors: list[DialError] = []
 
-    async def attempt(where: _Address, failed: trio.Event) -> None:
+    async def attempt(where: Address, failed: trio.Event) -> None:
         try:
             sock = await _connect_one(where)
         except DialError as error:

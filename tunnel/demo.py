@@ -70,11 +70,11 @@ class Demo:
         self.agents = agents
         self.target = target
 
-    async def get(self, path: str, started: trio.Event | None = None) -> Result:
-        """GET a path of the target through the tunnel; ``started`` is set at the first byte of the answer."""
+    async def get(self, path: str, name: str | None = None, started: trio.Event | None = None) -> Result:
+        """GET a path of the target, through the agent called ``name`` if given; ``started``: at the first byte."""
         served = [agent.served for agent in self.agents]
         began = trio.current_time()
-        async with await self._connect() as stream:
+        async with await self._connect(name) as stream:
             agent = next(a for a, before in zip(self.agents, served, strict=True) if a.served > before)
             await stream.send_all(f"GET {path} HTTP/1.1\r\nHost: {self.target}\r\n\r\n".encode())
             answer = bytearray(await stream.receive_some())
@@ -88,10 +88,11 @@ class Demo:
             raise DemoFailed(f"GET {path} through {agent.config.name} was not answered whole")
         return Result(agent.config.name, path, len(body), first_byte)
 
-    async def _connect(self) -> trio.SocketStream:
+    async def _connect(self, name: str | None) -> trio.SocketStream:
         door = self.server.addresses["connect"][0]
         stream = await trio.open_tcp_stream(door.host, door.port)
-        await stream.send_all(f"CONNECT {self.target} HTTP/1.1\r\nHost: {self.target}\r\n\r\n".encode())
+        choice = f"Tunnel-Agent: {name}\r\n" if name else ""
+        await stream.send_all(f"CONNECT {self.target} HTTP/1.1\r\nHost: {self.target}\r\n{choice}\r\n".encode())
         reply = await stream.receive_some()
         if not reply.startswith(b"HTTP/1.1 200 "):
             await stream.aclose()
@@ -105,24 +106,13 @@ def _table(results: Iterable[Result]) -> None:
         print(f"    {result.agent:8} GET {result.path:6} {result.size:11,} {result.first_byte * 1000:9.1f} ms")
 
 
-async def _one_each(demo: Demo) -> list[Result]:
-    """Requests until each agent has served one: the choice is random among equals."""
-    seen: dict[str, Result] = {}
-    for _ in range(100):
-        result = await demo.get("/")
-        seen.setdefault(result.agent, result)
-        if len(seen) == len(demo.agents):
-            return list(seen.values())
-    raise DemoFailed("one agent was never chosen")
-
-
 async def _drain_one(demo: Demo) -> None:
     """Drain the agent that a slow download runs on."""
     slow: list[Result] = []
     started = trio.Event()
 
     async def download() -> None:
-        slow.append(await demo.get("/slow", started))
+        slow.append(await demo.get("/slow", started=started))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(download)
@@ -144,7 +134,7 @@ async def _play(demo: Demo) -> None:
     names = " and ".join(agent.config.name for agent in demo.agents)
     print(f"--> agents {names} are linked to it; both can reach http://{demo.target}/")
     print("\n--> one request through each")
-    _table(await _one_each(demo))
+    _table([await demo.get("/", agent.config.name) for agent in demo.agents])
     await _drain_one(demo)
 
 
@@ -157,7 +147,7 @@ async def _main() -> int:
         nursery.start_soon(_serve_targets, listener, targets)
         await nursery.start(server.run)
         links = server.addresses["links"][0]
-        agents = [Agent(AgentConfig(Target(links.host, links.port), name)) for name in ("blue", "green")]
+        agents = [Agent(AgentConfig((Target(links.host, links.port),), name)) for name in ("blue", "green")]
         for agent in agents:
             await nursery.start(agent.run)
             await agent.linked.wait()

@@ -21,7 +21,7 @@ import trio
 from tunnel import logs
 from tunnel.address import Target
 from tunnel.backends import Backends
-from tunnel.config import ServerConfig
+from tunnel.config import Forward, ServerConfig
 from tunnel.errors import DialError, StreamReset
 from tunnel.http_connect import ESTABLISHED, BadRequest, ConnectRequest, Head
 from tunnel.listen import Handler
@@ -42,14 +42,14 @@ class FrontEnds:
         self._board = board
         self._config = config
 
-    def forward(self, target: Target) -> Handler:
-        """The handler of a port that leads to ``target``."""
-        return partial(self._forward, target)
+    def forward(self, forward: Forward) -> Handler:
+        """The handler of a port that leads to a target."""
+        return partial(self._forward, forward)
 
-    async def _forward(self, target: Target, sock: socket.socket) -> None:
+    async def _forward(self, forward: Forward, sock: socket.socket) -> None:
         with sock:
             try:
-                stream = await self._dial("forward", target)
+                stream = await self._dial("forward", forward.target, forward.agent)
             except DialError:
                 close_with_reset(sock)
                 return
@@ -89,7 +89,7 @@ class FrontEnds:
         raise BadRequest(408, f"no whole request within {self._config.timeouts.head:g} s")
 
     async def _tunnel(self, sock: socket.socket, request: ConnectRequest) -> None:
-        stream = await self._dial("connect", request.target)
+        stream = await self._dial("connect", request.target, request.agent)
         try:
             sock.send(ESTABLISHED)  # a new socket takes so little at once; if not, it is broken
         except OSError as error:
@@ -97,9 +97,9 @@ class FrontEnds:
             return
         await self._join(sock, stream, request.early)
 
-    async def _dial(self, use: str, target: Target) -> TunnelStream:
+    async def _dial(self, use: str, target: Target, agent: str | None) -> TunnelStream:
         try:
-            return await self._backends.dial(target, self._config.dial_timeout)
+            return await self._backends.dial(target, self._config.dial_timeout, agent)
         except DialError as error:
             log.info("dial failed", use=use, target=target, code=error.code, cause=error.text)
             raise

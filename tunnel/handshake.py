@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from tunnel import frames
-from tunnel.config import parse_agent_name
+from tunnel.address import Identifier
+from tunnel.config import Claims, parse_agent_name
 from tunnel.errors import ConfigError, HandshakeRefused, RemoteProtocolError
 from tunnel.frames import Close, Hello, Packet, Welcome
 
@@ -46,6 +48,8 @@ class Identity:
         instance: unique to one process start.
         features: words for what else it can do.
         draining: it is about to leave, and wants nothing new while others can serve.
+        claims: what an agent says it can serve.
+        linked: ids of the servers that an agent has a link to already.
     """
 
     role: str
@@ -53,6 +57,8 @@ class Identity:
     instance: str = field(default_factory=new_instance)
     features: tuple[str, ...] = ()
     draining: bool = False
+    claims: Claims = field(default_factory=Claims)
+    linked: tuple[str, ...] = ()
 
     def to_info(self) -> dict[str, Any]:
         """The entries of HELLO or WELCOME that say it."""
@@ -62,12 +68,15 @@ class Identity:
             "instance": self.instance,
             "features": list(self.features),
             "draining": self.draining,
+            "identifiers": [str(identifier) for identifier in self.claims.identifiers],
+            "default_route": self.claims.default_route,
+            "priority": self.claims.priority,
+            "linked": list(self.linked),
         }
 
 
 def _read_identity(info: dict[str, Any], roles: tuple[str, ...]) -> Identity:
     role, name, instance = info.get("role"), info.get("name"), info.get("instance")
-    features, draining = info.get("features", []), info.get("draining", False)
     if role not in roles:
         raise RemoteProtocolError(f"role is {role!r:.60}, not one of {', '.join(roles)}")
     if not isinstance(name, str):
@@ -78,14 +87,55 @@ def _read_identity(info: dict[str, Any], roles: tuple[str, ...]) -> Identity:
         raise RemoteProtocolError(f"name: {error}") from None
     if not isinstance(instance, str) or not _INSTANCE.match(instance):
         raise RemoteProtocolError(f"instance is {instance!r:.60}, not 32 hexadecimal digits")
-    if type(features) is not list or not all(type(word) is str for word in features):
-        raise RemoteProtocolError(f"features is {features!r:.60}, not a list of words")
-    return Identity(str(role), name, instance, tuple(features), draining is True)
+    return Identity(
+        str(role),
+        name,
+        instance,
+        features=_read_words(info, "features"),
+        draining=info.get("draining") is True,
+        claims=_read_claims(info),
+        linked=_read_words(info, "linked"),
+    )
+
+
+def _read_words(info: dict[str, Any], entry: str) -> tuple[str, ...]:
+    words = info.get(entry, [])
+    if type(words) is not list or not all(type(word) is str for word in words):
+        raise RemoteProtocolError(f"{entry} is {words!r:.60}, not a list of words")
+    return tuple(words)
+
+
+def _read_claims(info: dict[str, Any]) -> Claims:
+    priority = info.get("priority", 0)
+    if type(priority) is not int:
+        raise RemoteProtocolError(f"priority is {priority!r:.60}, not a number")
+    try:
+        identifiers = tuple(map(Identifier.parse, _read_words(info, "identifiers")))
+        return Claims(identifiers, info.get("default_route") is True, priority)
+    except ConfigError as error:
+        raise RemoteProtocolError(f"claims: {error}") from None
 
 
 def _check_version(version: int) -> None:
     if version != frames.VERSION:
         raise RemoteProtocolError(f"the peer speaks protocol version {version}, this side {frames.VERSION}")
+
+
+def welcome(me: Identity, servers: int) -> Welcome:
+    """A WELCOME; sent again on a link, it says that the number of servers has changed."""
+    return Welcome(frames.VERSION, {**me.to_info(), "servers": servers})
+
+
+def read_servers(packet: Welcome) -> int:
+    """How many servers there are, as a WELCOME says.
+
+    Raises:
+        RemoteProtocolError: it does not say a positive number.
+    """
+    servers = packet.info.get("servers", 1)
+    if type(servers) is not int or servers < 1:
+        raise RemoteProtocolError(f"servers is {servers!r:.60}, not a positive number")
+    return servers
 
 
 class DiallingHandshake:
@@ -122,10 +172,7 @@ class DiallingHandshake:
         if not isinstance(packet, Welcome):
             raise RemoteProtocolError(f"{type(packet).__name__} before WELCOME")
         _check_version(packet.version)
-        servers = packet.info.get("servers", 1)
-        if type(servers) is not int or servers < 1:
-            raise RemoteProtocolError(f"servers is {servers!r:.60}, not a positive number")
-        self.servers = servers
+        self.servers = read_servers(packet)
         self.peer = _read_identity(packet.info, ("server",))
         return None
 
@@ -133,14 +180,20 @@ class DiallingHandshake:
 class AcceptingHandshake:
     """The side that was dialled: the server.
 
+    Args:
+        me: who this server is.
+        servers: how many servers there are in all.
+        admit: called with who wants to link; raises ``HandshakeRefused`` if it may not.
+
     Attributes:
         peer: the agent or client, once DONE.
     """
 
-    def __init__(self, me: Identity, servers: int = 1) -> None:
+    def __init__(self, me: Identity, servers: int = 1, admit: Callable[[Identity], None] = lambda _peer: None) -> None:
         self.me = me
         self.servers = servers
         self.peer: Identity | None = None
+        self._admit = admit
 
     @property
     def opens(self) -> bool:
@@ -156,12 +209,15 @@ class AcceptingHandshake:
 
         Raises:
             RemoteProtocolError: the packet is not a HELLO, or not one that can be taken.
+            HandshakeRefused: ``admit`` said so.
         """
         if not isinstance(packet, Hello):
             raise RemoteProtocolError(f"{type(packet).__name__} before HELLO")
         _check_version(packet.version)
-        self.peer = _read_identity(packet.info, ROLES)
-        return Welcome(frames.VERSION, {**self.me.to_info(), "servers": self.servers})
+        peer = _read_identity(packet.info, ROLES)
+        self._admit(peer)
+        self.peer = peer
+        return welcome(self.me, self.servers)
 
 
 Handshake = DiallingHandshake | AcceptingHandshake

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import h11
 
 from tunnel.address import Target
-from tunnel.errors import AddressError, TunnelError
+from tunnel.config import parse_agent_name
+from tunnel.errors import ConfigError, TunnelError
 
 ESTABLISHED = b"HTTP/1.1 200 Connection Established\r\n\r\n"
 _REASONS = {
@@ -45,11 +46,20 @@ class ConnectRequest:
 
     Attributes:
         target: where to.
+        agent: through the agents of this name only; from the header ``Tunnel-Agent``.
         early: bytes that came behind the head.
     """
 
     target: Target
+    agent: str | None
     early: bytes
+
+
+def _agent(request: h11.Request) -> str | None:
+    names = [value.decode("utf-8") for name, value in request.headers if name == b"tunnel-agent"]
+    if len(names) > 1:
+        raise BadRequest(400, "Tunnel-Agent is there more than once")
+    return parse_agent_name(names[0]) if names else None
 
 
 class Head:
@@ -87,11 +97,12 @@ class Head:
             raise BadRequest(400, "a CONNECT has no body")
         try:
             target = Target.parse(request.target.decode("utf-8"))
-        except (AddressError, UnicodeDecodeError) as error:
+            agent = _agent(request)
+        except (ConfigError, UnicodeDecodeError) as error:
             raise BadRequest(400, str(error)) from None
         while self._http.next_event() is not h11.PAUSED:
             pass
-        return ConnectRequest(target, bytes(self._http.trailing_data[0]))
+        return ConnectRequest(target, agent, bytes(self._http.trailing_data[0]))
 
     def reply(self, status: int, text: str) -> bytes:
         """A whole reply that ends the connection, with one line of text."""

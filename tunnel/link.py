@@ -58,6 +58,8 @@ class Link:
         handshake: the side of it that this is.
         on_dial: called with each stream that the peer asks for.
         on_control: called with packets about the link, such as DRAIN.
+        on_linked: called once, when the peer is known and before anything else it sends is looked at.
+        on_end: called once, at the moment it is certain that the link ends.
 
     Attributes:
         open_streams: how many streams are open or being dialled; wait for 0 to see the link idle.
@@ -74,6 +76,8 @@ class Link:
         timeouts: Timeouts,
         on_dial: Callable[[TunnelStream, DialReq], None] = refuse_dials,
         on_control: Callable[[Packet], None] = ignore_control,
+        on_linked: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.open_streams: AsyncValue[int] = AsyncValue(0)
         self.ended = trio.Event()
@@ -84,6 +88,8 @@ class Link:
         self._timeouts = timeouts
         self._on_dial = on_dial
         self._on_control = on_control
+        self._on_linked = on_linked
+        self._on_end = on_end
         self.session = Session(
             opener=False,
             window=limits.first_window,
@@ -110,6 +116,11 @@ class Link:
     def peer(self) -> Identity | None:
         """Who is at the other end."""
         return self._handshake.peer
+
+    @property
+    def server_count(self) -> int:
+        """How many servers there are in all, as a server at the other end said when it took the link."""
+        return self._handshake.servers
 
     # -- life
 
@@ -161,8 +172,13 @@ class Link:
         if self.why is None:
             self.why = why
             self._scope.cancel()
+            self._on_end()
 
-    async def close(self, code: str, text: str) -> None:
+    def drop(self, text: str) -> None:
+        """End the link now, without a word: its peer is not there any more."""
+        self._end(LinkClosed(text))
+
+    async def close(self, code: str, text: str, why: TunnelError | None = None) -> None:
         """Say goodbye and end the link, within two seconds. Its streams are reset. Cancelling it changes nothing."""
         if self.why is None and not self._said_goodbye:
             self._said_goodbye = True
@@ -170,7 +186,7 @@ class Link:
             self.flush()
             with trio.move_on_after(_GOODBYE, shield=True):
                 await self._idle.wait()
-            self._end(LinkClosed(text))
+            self._end(why or LinkClosed(text))
 
     # -- sending
 
@@ -230,7 +246,7 @@ class Link:
         except BROKEN as error:
             self._end(LinkClosed(f"the link broke: {error}"))
         except HandshakeRefused as error:
-            self._end(error)
+            await self.close(error.code, error.text, error)
         except RemoteProtocolError as error:
             await self.close("protocol", str(error))
 
@@ -244,6 +260,7 @@ class Link:
             self._decoder.on_packet = self.session.receive_packet
             self._decoder.on_data = self.session.receive_data
             self._linked.set()
+            self._on_linked()
 
     def _refuse_data(self, stream: int, data: memoryview) -> None:
         raise RemoteProtocolError("DATA during the handshake")

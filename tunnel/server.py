@@ -22,7 +22,7 @@ from tunnel.backends import Backend, Backends
 from tunnel.config import ServerConfig
 from tunnel.errors import HandshakeRefused, LinkClosed
 from tunnel.frontends import FrontEnds
-from tunnel.handshake import AcceptingHandshake, Identity
+from tunnel.handshake import AcceptingHandshake, Identity, welcome
 from tunnel.lifecycle import Lifecycle, live
 from tunnel.link import Link
 from tunnel.listen import BindError, Handler, accept, bind, bound_address
@@ -37,6 +37,7 @@ class Server:
 
     Attributes:
         backends: the agents that are linked.
+        server_count: how many servers there are in all; see ``set_server_count``.
         life: where it is between start and exit.
         addresses: what is really listened on, by use: ``links``, ``connect``, ``forward``; in the order configured.
     """
@@ -44,7 +45,8 @@ class Server:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.identity = Identity("server", "server")
-        self.backends = Backends()
+        self.backends = Backends(config.strategies)
+        self.server_count = config.server_count
         self.life = Lifecycle(self, config.timeouts.shutdown)
         self.addresses: dict[str, list[ListenAddress]] = {"links": [], "connect": [], "forward": []}
         self._board = Switchboard()
@@ -77,7 +79,7 @@ class Server:
         if self.config.connect is not None:
             await self._open("connect", self.config.connect, front_ends.connect)
         for forward in self.config.forwards:
-            await self._open("forward", forward.listen, front_ends.forward(forward.target), target=forward.target)
+            await self._open("forward", forward.listen, front_ends.forward(forward), target=forward.target)
 
     async def _open(self, use: str, address: ListenAddress, handler: Handler, **facts: object) -> None:
         for listener in await self._listen(use, address, **facts):
@@ -105,11 +107,28 @@ class Server:
         self.life.background.start_soon(handler, sock)
         return True
 
+    def set_server_count(self, count: int) -> None:
+        """How many servers there are in all has changed: tell every agent that is linked, and those that come."""
+        self.server_count = count
+        for link in self._links:
+            if link.peer is not None:
+                link.session.send_control(welcome(self.identity, count))
+                link.flush()
+
+    def _admit(self, peer: Identity) -> None:
+        """Whether this peer may link; before anything about it is kept."""
+        if peer.role != "agent":
+            raise HandshakeRefused("denied", f"links of role {peer.role} are not served here")
+        if self.identity.instance in peer.linked:
+            raise HandshakeRefused("duplicate", self.identity.instance)
+
     async def _link(self, sock: socket.socket) -> None:
         """One link, from its accepted socket to its end."""
         try:
             await self._run_link(sock)
-        except* (HandshakeRefused, LinkClosed) as group:
+        except* HandshakeRefused as group:
+            log.debug("link refused", cause=group.exceptions[0])
+        except* LinkClosed as group:
             log.warning("link refused", cause=group.exceptions[0])
         except* Exception:
             log.exception("fault in a link")
@@ -118,19 +137,18 @@ class Server:
         backend = Backend(self.backends)
         link = backend.link = Link(
             SocketTransport(sock),
-            AcceptingHandshake(self.identity),
+            AcceptingHandshake(self.identity, self.server_count, self._admit),
             limits=self.config.limits,
             timeouts=self.config.timeouts,
             on_control=backend.on_control,
+            on_linked=backend.on_linked,
+            on_end=backend.on_end,
         )
         self._links.add(link)
         try:
-            async with trio.open_nursery() as nursery:
-                await nursery.start(link.run)
-                self.backends.add(backend)
+            await link.run()
         finally:
             self._links.discard(link)
-            self.backends.remove(backend)
 
 
 def run(config: ServerConfig) -> int:
