@@ -122,12 +122,6 @@ def test_a_disabled_call_does_not_look_at_its_facts() -> None:
     log.debug("x", value=Untouchable())
 
 
-def test_bound_facts_come_with_each_event() -> None:
-    stream = configured("info", "logfmt")
-    log.bind(link=7).info("linked", server="a:1")
-    assert without_time(stream.getvalue()) == "info linked link=7 server=a:1\n"
-
-
 def test_an_error_shows_its_traceback_set_back_from_the_events() -> None:
     stream = configured("info", "logfmt")
     try:

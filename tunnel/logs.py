@@ -17,49 +17,51 @@ import json
 import logging
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-import structlog
 
-
-class Logger(structlog.BoundLoggerBase):
-    """What modules log with; ``bind(link=7)`` gives a logger that adds this fact to each of its events.
+class Logger:
+    """What modules log with.
 
     Every method takes ``exc_info=``, an exception or True for the one that is being handled.
     """
 
+    __slots__ = ("_logger",)
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+
     def debug(self, event: str, **facts: object) -> None:
         """Say what only someone who looks for a fault wants to read."""
-        if self._logger.isEnabledFor(logging.DEBUG):
-            self._proxy_to_logger("debug", event, **facts)
+        self._log(logging.DEBUG, event, facts)
 
     def info(self, event: str, **facts: object) -> None:
         """Say what an operator may want to read."""
-        if self._logger.isEnabledFor(logging.INFO):
-            self._proxy_to_logger("info", event, **facts)
+        self._log(logging.INFO, event, facts)
 
     def warning(self, event: str, **facts: object) -> None:
         """Say what an operator should read some day."""
-        if self._logger.isEnabledFor(logging.WARNING):
-            self._proxy_to_logger("warning", event, **facts)
+        self._log(logging.WARNING, event, facts)
 
     def error(self, event: str, **facts: object) -> None:
         """Say what an operator should read now."""
-        if self._logger.isEnabledFor(logging.ERROR):
-            self._proxy_to_logger("error", event, **facts)
+        self._log(logging.ERROR, event, facts)
 
     def exception(self, event: str, **facts: object) -> None:
         """``error``, with the traceback of the exception that is being handled."""
-        self.error(event, exc_info=True, **facts)
+        self._log(logging.ERROR, event, {"exc_info": True, **facts})
+
+    def _log(self, level: int, event: str, facts: dict[str, Any]) -> None:
+        if self._logger.isEnabledFor(level):
+            exc_info = facts.pop("exc_info", None)
+            self._logger.log(level, _Event(event=event, **facts), exc_info=exc_info)
 
 
 def get_logger(name: str) -> Logger:
     """The logger of a module, by its ``__name__``."""
-    # Bound at once and with a processor of its own: structlog's global settings belong to the embedding program.
-    logger: Logger = structlog.wrap_logger(logging.getLogger(name), [_to_record], Logger, dict).bind()
-    return logger
+    return Logger(logging.getLogger(name))
 
 
 def configure(level: str, fmt: str, stream: TextIO | None = None) -> None:
@@ -84,11 +86,6 @@ class _Event(dict[str, object]):
 
     def __str__(self) -> str:
         return _logfmt(self)
-
-
-def _to_record(_logger: object, _method: str, facts: MutableMapping[str, Any]) -> tuple[tuple[_Event], dict[str, Any]]:
-    exc_info = facts.pop("exc_info", None)
-    return (_Event(event=facts.pop("event"), **facts),), {"exc_info": exc_info}
 
 
 class _Handler(logging.StreamHandler[TextIO]):
