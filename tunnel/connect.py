@@ -100,7 +100,8 @@ async def _connect_one(where: Address) -> socket.socket:
         sock.setblocking(False)
         code = sock.connect_ex(address)
         if code == errno.EINPROGRESS:
-            await trio.lowlevel.wait_writable(sock)
+            if not _is_connected(sock):  # on loopback it usually is by now
+                await trio.lowlevel.wait_writable(sock)
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if not code and sock.getsockname() == sock.getpeername():
             code = errno.ECONNREFUSED  # no one listens, and the system chose that very port for our own end
@@ -113,6 +114,14 @@ async def _connect_one(where: Address) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def _is_connected(sock: socket.socket) -> bool:
+    try:
+        sock.getpeername()
+    except OSError:
+        return False
+    return True
 
 
 async def _connect_any(addresses: list[Address]) -> socket.socket:
