@@ -1,0 +1,152 @@
+"""Transports: what was not taken is given back, everything arrives in order, and every failure is a ``BROKEN``."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+from trio.testing import memory_stream_pair, wait_all_tasks_blocked
+
+from tunnel.transport import BROKEN, SocketTransport, StreamTransport, Transport, unsent
+
+if TYPE_CHECKING:
+    from conftest import TcpPair
+
+Ends = tuple[Transport, Transport]
+
+
+@pytest.fixture
+def ends(kind: str, tcp_pair: TcpPair) -> Ends:
+    if kind == "memory":
+        one, other = memory_stream_pair()
+        return StreamTransport(one), StreamTransport(other)
+    left, right = tcp_pair()
+    return SocketTransport(left), SocketTransport(right)
+
+
+async def receive_all(transport: Transport) -> bytes:
+    received, scratch = bytearray(), memoryview(bytearray(16 * 1024))
+    while count := await transport.receive_into(scratch):
+        received += scratch[:count]
+    return bytes(received)
+
+
+async def send_on(transport: Transport) -> None:
+    while True:
+        await transport.send([bytes(100_000)])
+
+
+@pytest.mark.parametrize("sent", range(8))
+def test_unsent_is_what_follows_the_bytes_sent(sent: int) -> None:
+    whole = b"abcdefg"
+    assert b"".join(unsent([b"abc", memoryview(b"d"), b"efg"], sent)) == whole[sent:]
+
+
+async def test_everything_arrives_in_order(ends: Ends) -> None:
+    buffers = [os.urandom(size) for size in (1, 70_000, 3, 1_000_000)]
+    received = b""
+
+    async def send() -> None:
+        await ends[0].send(ends[0].send_now(buffers))
+        await ends[0].aclose()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(send)
+        received = await receive_all(ends[1])
+    assert received == b"".join(buffers)
+
+
+async def test_receiving_stops_at_the_size_of_the_view(ends: Ends) -> None:
+    await ends[0].send([b"abcdef"])
+    view = memoryview(bytearray(4))
+    assert await ends[1].receive_into(view) == 4
+    assert bytes(view) == b"abcd"
+
+
+async def test_the_end_is_zero_bytes(ends: Ends) -> None:
+    await ends[0].aclose()
+    assert await ends[1].receive_into(memoryview(bytearray(8))) == 0
+
+
+async def test_closing_wakes_whoever_receives(ends: Ends) -> None:
+    async def receive() -> None:
+        with pytest.raises(BROKEN):
+            await ends[0].receive_into(memoryview(bytearray(8)))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(receive)
+        await wait_all_tasks_blocked()
+        await ends[0].aclose()
+
+
+async def test_sending_to_a_peer_that_is_gone_is_broken(ends: Ends) -> None:
+    await ends[1].aclose()
+    with pytest.raises(BROKEN):
+        await send_on(ends[0])
+
+
+async def test_a_stream_takes_nothing_without_waiting() -> None:
+    one, _ = memory_stream_pair()
+    buffers = [b"abc", b"d"]
+    assert StreamTransport(one).send_now(buffers) == buffers
+
+
+async def test_a_full_socket_gives_back_exactly_what_it_did_not_take(tcp_pair: TcpPair) -> None:
+    left, right = tcp_pair(8192)
+    sender, receiver = SocketTransport(left), SocketTransport(right)
+    buffers = [os.urandom(100_000) for _ in range(8)]
+    rest = sender.send_now(buffers)
+    assert rest
+    received = b""
+
+    async def send_rest() -> None:
+        await sender.send(rest)
+        await sender.aclose()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(send_rest)
+        received = await receive_all(receiver)
+    assert received == b"".join(buffers)
+
+
+async def test_a_reset_connection_is_broken(tcp_pair: TcpPair) -> None:
+    left, right = tcp_pair()
+    right.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    right.close()
+    with pytest.raises(BROKEN):
+        await SocketTransport(left).receive_into(memoryview(bytearray(8)))
+
+
+async def test_lingering_lets_a_peer_that_still_sends_read_everything(tcp_pair: TcpPair) -> None:
+    left, right = tcp_pair()
+    leaving, peer = SocketTransport(left), SocketTransport(right)
+    received = b""
+
+    async def leave() -> None:
+        await leaving.send([bytes(300_000)])
+        await leaving.linger()
+        await leaving.aclose()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(leave)
+        await peer.send([bytes(500_000)])
+        received = await receive_all(peer)
+        await peer.aclose()
+    assert len(received) == 300_000
+
+
+async def test_lingering_on_a_broken_connection_is_over_at_once(tcp_pair: TcpPair) -> None:
+    left, right = tcp_pair()
+    right.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    right.close()
+    await SocketTransport(left).linger()
+
+
+def test_a_socket_sends_small_packets_at_once(tcp_pair: TcpPair) -> None:
+    left, _ = tcp_pair()
+    left.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
+    SocketTransport(left)
+    assert left.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
