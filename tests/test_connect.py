@@ -211,7 +211,7 @@ class TestNothingStaysOpen:
     async def test_when_the_caller_is_cancelled_as_it_succeeds(
         self, monkeypatch: pytest.MonkeyPatch, port: int
     ) -> None:
-        resolving(monkeypatch, ("127.0.0.1", port), ("127.0.0.1", port))
+        resolving(monkeypatch, ("127.0.0.1", port), ("127.0.0.2", port))
         before = os.listdir("/proc/self/fd")
         connect = socket.socket.connect_ex
 

@@ -321,7 +321,14 @@ def test_a_client_that_says_nothing_is_answered_too() -> None:
 def test_no_text_of_the_far_side_breaks_a_reply(version: str, text: str) -> None:
     head = Head(LIMIT)
     assert head.feed(_head(version=version))
-    assert _check_reply(head.reply(502, text), 502) == f"{text}\n".encode()
+    shown = "".join(char if char.isprintable() else "?" for char in text)
+    assert _check_reply(head.reply(502, text), 502) == f"{shown}\n".encode()
+
+
+def test_a_long_text_of_the_far_side_is_cut() -> None:
+    head = Head(LIMIT)
+    assert head.feed(_head())
+    assert len(_check_reply(head.reply(502, "x" * 100_000), 502)) < 2000
 
 
 @given(st.binary(max_size=60), st.booleans())

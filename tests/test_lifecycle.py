@@ -24,6 +24,8 @@ class Program:
         self.life: Lifecycle | None = None
         self.during_start: Callable[[Lifecycle], object] = lambda _: None
         self.tell_takes = 0.0
+        self.settled = trio.Event()
+        self.settled.set()
 
     async def start(self, life: Lifecycle) -> None:
         self.life = life
@@ -36,6 +38,9 @@ class Program:
     async def tell(self) -> None:
         self._note("tell")
         await trio.sleep(self.tell_takes)
+
+    async def settle(self) -> None:
+        await self.settled.wait()
 
     async def close(self) -> None:
         self._note("close")
@@ -151,6 +156,16 @@ class TestLeaving:
             assert life.phase.value is Phase.LEAVING
             handlers.go.set()
         assert handlers.ended == ["done"]
+        assert life.exit_code == 0
+
+    async def test_waits_for_what_ended_connections_left_on_links(self, life: Lifecycle, program: Program) -> None:
+        program.settled = trio.Event()
+        async with trio.open_nursery() as nursery:
+            await nursery.start(life.run)
+            life.leave()
+            await wait_all_tasks_blocked()
+            assert life.phase.value is Phase.LEAVING
+            program.settled.set()
         assert life.exit_code == 0
 
     async def test_cuts_when_the_budget_is_spent(

@@ -300,7 +300,7 @@ class TestBytes:
             while ends[0].core.credit:
                 await wait_all_tasks_blocked()
             await wait_all_tasks_blocked()
-            assert sum(map(len, ends[1]._chunks)) <= WINDOW
+            assert len(ends[1]._held) <= WINDOW
             nursery.cancel_scope.cancel()
 
 

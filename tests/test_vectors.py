@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tunnel import frames
-from tunnel.config import Limits
+from tunnel.address import Identifier
+from tunnel.config import Claims, Limits
 from tunnel.errors import HandshakeRefused, RemoteProtocolError
 from tunnel.frames import DATA, Close, Decoder, Hello, Packet, data_header
 from tunnel.handshake import AcceptingHandshake, DiallingHandshake, Handshake, Identity
@@ -104,9 +105,21 @@ def test_the_bytes_are_ignored(vector: Vector) -> None:
 def _identity(frame: bytes) -> Identity:
     (packet,), _ = _decode(frame)
     assert isinstance(packet, Hello | frames.Welcome)
-    info = {**packet.info, "features": tuple(packet.info["features"])}
-    info.pop("servers", None)
-    return Identity(**info)
+    info = packet.info
+    claims = Claims(
+        tuple(map(Identifier.parse, info.get("identifiers", []))),
+        info.get("default_route", False),
+        info.get("priority", 0),
+    )
+    return Identity(
+        info["role"],
+        info["name"],
+        info["instance"],
+        tuple(info["features"]),
+        info["draining"],
+        claims,
+        tuple(info.get("linked", [])),
+    )
 
 
 def _linked(vector: Vector) -> tuple[Handshake, Handshake]:

@@ -29,7 +29,7 @@ from tunnel.errors import (
     StreamReset,
 )
 from tunnel.frames import DialReq, Drain, DrainAck, Packet, Welcome
-from tunnel.handshake import DiallingHandshake, Identity, new_instance, read_servers
+from tunnel.handshake import DiallingHandshake, Identity, new_instance
 from tunnel.lifecycle import Lifecycle, live
 from tunnel.link import Link
 from tunnel.relay import Switchboard
@@ -81,7 +81,7 @@ class Agent:
         self._connector = Connector()
         self.sync = SyncLoop(config.servers, self._connector, config.timeouts, self._make_link)
         self._drain_seq = 0
-        self._unacked: dict[Link, trio.Event] = {}
+        self._unacked: dict[Link, trio.Event] = {}  # by links that owe an ack of the last DRAIN
 
     def __repr__(self) -> str:
         return f"<Agent {self.config.name} {self.life!r} {self.sync!r}>"
@@ -107,6 +107,11 @@ class Agent:
         """See ``lifecycle.Program``."""
         await self.drain("signal")
 
+    async def settle(self) -> None:
+        """See ``lifecycle.Program``."""
+        while blocked := next((link for link in self.sync.links.values() if link.sending), None):
+            await blocked.all_sent()
+
     async def close(self) -> None:
         """See ``lifecycle.Program``."""
         async with trio.open_nursery() as nursery:
@@ -122,15 +127,21 @@ class Agent:
         self.draining = True
         self.sync.drain()
         self._drain_seq += 1
-        self._unacked = {link: trio.Event() for link in self.sync.links.values()}
-        log.info("drain started", reason=reason, open=self.life.open.value, servers=len(self._unacked))
-        for link in self._unacked:
+        self._unacked = {link: self._unacked.get(link, trio.Event()) for link in self.sync.links.values()}
+        unacked = dict(self._unacked)
+        log.info("drain started", reason=reason, open=self.life.open.value, servers=len(unacked))
+        for link in unacked:
             self._send_drain(link, reason)
         with trio.move_on_after(_ACK):
-            for acked in list(self._unacked.values()):
+            for acked in unacked.values():
                 await acked.wait()
             return
-        log.warning("drain not acked", servers=sum(not acked.is_set() for acked in self._unacked.values()))
+        log.warning("drain not acked", servers=sum(not acked.is_set() for acked in unacked.values()))
+
+    def _acked(self, link: Link) -> None:
+        acked = self._unacked.pop(link, None)
+        if acked is not None:
+            acked.set()
 
     def _send_drain(self, link: Link, reason: str) -> None:
         ms = int(self.config.timeouts.shutdown * 1000)
@@ -158,9 +169,8 @@ class Agent:
 
         def ended() -> None:
             on_end()
-            if link in self._unacked:
-                self._unacked[link].set()
-            if not self.sync.links:
+            self._acked(link)
+            if self.linked.is_set() and not self.sync.links:
                 self.linked = trio.Event()
 
         link = Link(
@@ -176,10 +186,11 @@ class Agent:
         return link
 
     def _control(self, link: Link, packet: Packet) -> None:
-        if isinstance(packet, DrainAck) and packet.seq == self._drain_seq and link in self._unacked:
-            self._unacked[link].set()
+        if isinstance(packet, DrainAck):
+            if packet.seq == self._drain_seq:
+                self._acked(link)
         elif isinstance(packet, Welcome):
-            self.sync.told_count(link, read_servers(packet))
+            self.sync.told_count(link)
 
     # -- dials
 

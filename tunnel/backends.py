@@ -291,14 +291,15 @@ class Backends:
                 backend = self._buckets[key].pick(state, besides)
                 if backend is not None:
                     return Decision(backend, strategy, _spelled(key), state is BackendState.DRAINING)
-        raise NoBackend(self._why_none(target, agent))
+        raise NoBackend(self._why_none(target, agent, besides))
 
-    def _why_none(self, target: Target, agent: str | None) -> str:
+    def _why_none(self, target: Target, agent: str | None, besides: str | None) -> str:
         if not len(self):
             return "no agent is linked"
+        other = "agent" if besides is None else "other agent"
         if agent is not None:
-            return f"no agent named {agent} can take it now"
-        return f"no agent matches {target}"
+            return f"no {other} named {agent} can take it now"
+        return f"no {other} matches {target}"
 
     def _matches(self, target: Target, agent: str | None) -> Iterator[tuple[str, Key]]:
         """Strategies and keys under which somebody is, most preferred first."""
@@ -347,17 +348,15 @@ class Backends:
         try:
             decision = self.decide(target, agent)
         except NoBackend:
-            decision = None
-        considered = []
-        for strategy, key in self._matches(target, agent):
-            chosen = decision is not None and (decision.strategy, decision.key) == (strategy, _spelled(key))
-            considered.append(self._consider(strategy, key, decision, chosen=chosen))
-        return Explanation(target, decision, tuple(considered))
+            return Explanation(target, None, ())  # under a key that matches there is always somebody
+        considered = tuple(self._consider(strategy, key, decision) for strategy, key in self._matches(target, agent))
+        return Explanation(target, decision, considered)
 
-    def _consider(self, strategy: str, key: Key, decision: Decision | None, *, chosen: bool) -> Considered:
-        members = list(islice(self._buckets[key].members(), _EXPLAINED))
-        an_active = any(state is BackendState.ACTIVE for _, state in members)
-        use = _USE[chosen, an_active]
+    def _consider(self, strategy: str, key: Key, decision: Decision) -> Considered:
+        bucket = self._buckets[key]
+        chosen = (strategy, _spelled(key)) == (decision.strategy, decision.key)
+        an_active = bucket.pick(BackendState.ACTIVE) is not None
+        use = _USE[chosen, an_active or (decision.fallback and not chosen)]
         candidates = tuple(
             Candidate(
                 backend.name,
@@ -365,9 +364,9 @@ class Backends:
                 state.value,
                 backend.priority,
                 backend.streams,
-                _verdict(backend, state, decision) if decision and chosen else use,
+                _verdict(backend, state, decision) if chosen else use,
             )
-            for backend, state in members
+            for backend, state in islice(bucket.members(), _EXPLAINED)
         )
         return Considered(strategy, _spelled(key), use, candidates)
 
@@ -399,7 +398,7 @@ class Backends:
         return await decision.backend.link.dial(target.host, target.port, ms=max(1, int(seconds * 1000)))
 
 
-_USE = {  # by whether it was chosen, and whether it has an active agent
+_USE = {  # by whether it was chosen, and whether it has an active agent, or comes after a draining one that serves
     (True, True): "used: the first that has an active agent",
     (True, False): "used: the first, and no match has an active agent",
     (False, True): "not used: an earlier match serves",

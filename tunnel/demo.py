@@ -168,12 +168,15 @@ async def _serve_targets(listener: trio.SocketListener, scope: trio.CancelScope)
 
 def run() -> int:
     """Play the demo; the exit code."""
-    failed: list[BaseException] = []
     code = 1
     try:
         code = trio.run(_main)
     except* DemoFailed as group:
-        failed.append(group)
-    for error in failed:
-        print(f"--> the demo failed: {error}")
+        print(f"--> the demo failed: {_first(group)}")
     return code
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

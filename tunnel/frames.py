@@ -15,6 +15,7 @@ This file must not know streams (what an id means, whether a packet is legal now
 
 from __future__ import annotations
 
+import reprlib
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -209,7 +210,7 @@ def _packet(kind: type[Packet], values: list[Any]) -> Packet:
         raise RemoteProtocolError(f"{kind.__name__} has {len(values) - 1} fields, not {len(shape)}")
     for (name, check), value in zip(shape, values[1:], strict=False):
         if not check(value):
-            raise RemoteProtocolError(f"{kind.__name__}.{name} is {value!r:.60}")
+            raise RemoteProtocolError(f"{kind.__name__}.{name} is {reprlib.repr(value):.60}")
     return kind(*values[1 : len(shape) + 1])
 
 
@@ -221,6 +222,7 @@ class Decoder:
 
     Attributes:
         limit: the longest body taken, in bytes.
+        strict: whether a packet of unknown type is refused; otherwise it is ignored.
         unknown: packets ignored so far because their type is not known.
     """
 
@@ -230,6 +232,7 @@ class Decoder:
         self.limit = limit
         self.on_packet = on_packet
         self.on_data = on_data
+        self.strict = False
         self.unknown = 0
         self._view = memoryview(bytearray(READ_SIZE))
         self._end = 0  # bytes in the buffer; the first of them always starts a frame or continues a payload
@@ -325,6 +328,8 @@ class Decoder:
             self.on_packet(_packet(kind, values))
         elif values[0] == DATA:
             self._decode_data(values)
+        elif self.strict:
+            raise RemoteProtocolError(f"a packet of type {values[0]}, which is not known here")
         else:
             self.unknown += 1
 

@@ -18,6 +18,7 @@ that sends either is refused. This file must not know sockets, streams or time.
 from __future__ import annotations
 
 import re
+import reprlib
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -62,12 +63,16 @@ class Identity:
 
     def to_info(self) -> dict[str, Any]:
         """The entries of HELLO or WELCOME that say it."""
-        return {
+        info = {
             "role": self.role,
             "name": self.name,
             "instance": self.instance,
             "features": list(self.features),
             "draining": self.draining,
+        }
+        if self.role != "agent":
+            return info
+        return info | {
             "identifiers": [str(identifier) for identifier in self.claims.identifiers],
             "default_route": self.claims.default_route,
             "priority": self.claims.priority,
@@ -78,21 +83,21 @@ class Identity:
 def _read_identity(info: dict[str, Any], roles: tuple[str, ...]) -> Identity:
     role, name, instance = info.get("role"), info.get("name"), info.get("instance")
     if role not in roles:
-        raise RemoteProtocolError(f"role is {role!r:.60}, not one of {', '.join(roles)}")
+        raise RemoteProtocolError(f"role is {reprlib.repr(role):.60}, not one of {', '.join(roles)}")
     if not isinstance(name, str):
-        raise RemoteProtocolError(f"name is {name!r:.60}, not a text")
+        raise RemoteProtocolError(f"name is {reprlib.repr(name):.60}, not a text")
     try:
         parse_agent_name(name)
     except ConfigError as error:
         raise RemoteProtocolError(f"name: {error}") from None
     if not isinstance(instance, str) or not _INSTANCE.match(instance):
-        raise RemoteProtocolError(f"instance is {instance!r:.60}, not 32 hexadecimal digits")
+        raise RemoteProtocolError(f"instance is {reprlib.repr(instance):.60}, not 32 hexadecimal digits")
     return Identity(
         str(role),
         name,
         instance,
         features=_read_words(info, "features"),
-        draining=info.get("draining") is True,
+        draining=_read_flag(info, "draining"),
         claims=_read_claims(info),
         linked=_read_words(info, "linked"),
     )
@@ -101,17 +106,24 @@ def _read_identity(info: dict[str, Any], roles: tuple[str, ...]) -> Identity:
 def _read_words(info: dict[str, Any], entry: str) -> tuple[str, ...]:
     words = info.get(entry, [])
     if type(words) is not list or not all(type(word) is str for word in words):
-        raise RemoteProtocolError(f"{entry} is {words!r:.60}, not a list of words")
+        raise RemoteProtocolError(f"{entry} is {reprlib.repr(words):.60}, not a list of words")
     return tuple(words)
+
+
+def _read_flag(info: dict[str, Any], entry: str) -> bool:
+    flag = info.get(entry, False)
+    if type(flag) is not bool:
+        raise RemoteProtocolError(f"{entry} is {reprlib.repr(flag):.60}, not true or false")
+    return flag
 
 
 def _read_claims(info: dict[str, Any]) -> Claims:
     priority = info.get("priority", 0)
     if type(priority) is not int:
-        raise RemoteProtocolError(f"priority is {priority!r:.60}, not a number")
+        raise RemoteProtocolError(f"priority is {reprlib.repr(priority):.60}, not a number")
     try:
         identifiers = tuple(map(Identifier.parse, _read_words(info, "identifiers")))
-        return Claims(identifiers, info.get("default_route") is True, priority)
+        return Claims(identifiers, _read_flag(info, "default_route"), priority)
     except ConfigError as error:
         raise RemoteProtocolError(f"claims: {error}") from None
 
@@ -124,18 +136,6 @@ def _check_version(version: int) -> None:
 def welcome(me: Identity, servers: int) -> Welcome:
     """A WELCOME; sent again on a link, it says that the number of servers has changed."""
     return Welcome(frames.VERSION, {**me.to_info(), "servers": servers})
-
-
-def read_servers(packet: Welcome) -> int:
-    """How many servers there are, as a WELCOME says.
-
-    Raises:
-        RemoteProtocolError: it does not say a positive number.
-    """
-    servers = packet.info.get("servers", 1)
-    if type(servers) is not int or servers < 1:
-        raise RemoteProtocolError(f"servers is {servers!r:.60}, not a positive number")
-    return servers
 
 
 class DiallingHandshake:
@@ -172,9 +172,20 @@ class DiallingHandshake:
         if not isinstance(packet, Welcome):
             raise RemoteProtocolError(f"{type(packet).__name__} before WELCOME")
         _check_version(packet.version)
-        self.servers = read_servers(packet)
+        self.recount(packet)
         self.peer = _read_identity(packet.info, ("server",))
         return None
+
+    def recount(self, packet: Welcome) -> None:
+        """Take a WELCOME that comes later on: the number of servers has changed.
+
+        Raises:
+            RemoteProtocolError: it does not say a positive number.
+        """
+        servers = packet.info.get("servers", 1)
+        if type(servers) is not int or servers < 1:
+            raise RemoteProtocolError(f"servers is {reprlib.repr(servers):.60}, not a positive number")
+        self.servers = servers
 
 
 class AcceptingHandshake:
@@ -218,6 +229,14 @@ class AcceptingHandshake:
         self._admit(peer)
         self.peer = peer
         return welcome(self.me, self.servers)
+
+    def recount(self, packet: Welcome) -> None:
+        """A WELCOME that comes later on.
+
+        Raises:
+            RemoteProtocolError: always; only servers say it.
+        """
+        raise RemoteProtocolError("WELCOME from the side that dialled")
 
 
 Handshake = DiallingHandshake | AcceptingHandshake

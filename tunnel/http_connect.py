@@ -12,6 +12,7 @@ This file must not know sockets, time, or how a dial is done.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from http import HTTPStatus
 
 import h11
 
@@ -19,17 +20,8 @@ from tunnel.address import Target
 from tunnel.config import parse_agent_name
 from tunnel.errors import ConfigError, TunnelError
 
+_LONGEST_TEXT = 1000  # characters of a reply; an agent may have said more
 ESTABLISHED = b"HTTP/1.1 200 Connection Established\r\n\r\n"
-_REASONS = {
-    400: b"Bad Request",
-    403: b"Forbidden",
-    405: b"Method Not Allowed",
-    408: b"Request Timeout",
-    431: b"Request Header Fields Too Large",
-    502: b"Bad Gateway",
-    503: b"Service Unavailable",
-    504: b"Gateway Timeout",
-}
 
 
 class BadRequest(TunnelError):
@@ -46,13 +38,13 @@ class ConnectRequest:
 
     Attributes:
         target: where to.
-        agent: through the agents of this name only; from the header ``Tunnel-Agent``.
         early: bytes that came behind the head.
+        agent: through the agents of this name only; from the header ``Tunnel-Agent``.
     """
 
     target: Target
-    agent: str | None
     early: bytes
+    agent: str | None = None
 
 
 def _agent(request: h11.Request) -> str | None:
@@ -71,6 +63,9 @@ class Head:
 
     def __init__(self, limit: int) -> None:
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=limit)
+        self._limit = limit
+        self._fed = 0
+        self._no_body = False  # of a reply: the request was HEAD
 
     def feed(self, data: bytes) -> ConnectRequest | None:
         """Take bytes, ``b""`` at the end; the request once its head is whole.
@@ -78,18 +73,20 @@ class Head:
         Raises:
             BadRequest: it is not one that can be served.
         """
+        if not data:
+            raise BadRequest(400, "the connection ended before a whole request")
+        self._fed += len(data)
         try:
             self._http.receive_data(data)
             event = self._http.next_event()
         except h11.RemoteProtocolError as error:
             raise BadRequest(error.error_status_hint, str(error)) from None
-        if event is h11.NEED_DATA:
-            return None
-        if not isinstance(event, h11.Request):
-            raise BadRequest(400, "the connection ended before a request")
-        return self._check(event)
+        return self._check(event) if isinstance(event, h11.Request) else None
 
     def _check(self, request: h11.Request) -> ConnectRequest:
+        self._no_body = request.method == b"HEAD"
+        if self._fed - len(self._http.trailing_data[0]) > self._limit:  # h11 bounds only what is not whole yet
+            raise BadRequest(431, f"the head is longer than {self._limit} bytes")
         if request.method != b"CONNECT":
             raise BadRequest(405, f"{request.method.decode('ascii')} is not served here, only CONNECT")
         names = {name for name, value in request.headers if (name, value) != (b"content-length", b"0")}
@@ -102,11 +99,11 @@ class Head:
             raise BadRequest(400, str(error)) from None
         while self._http.next_event() is not h11.PAUSED:
             pass
-        return ConnectRequest(target, agent, bytes(self._http.trailing_data[0]))
+        return ConnectRequest(target, bytes(self._http.trailing_data[0]), agent)
 
     def reply(self, status: int, text: str) -> bytes:
         """A whole reply that ends the connection, with one line of text."""
-        body = f"{text}\n".encode()
+        body = f"{''.join(char if char.isprintable() else '?' for char in text[:_LONGEST_TEXT])}\n".encode()
         headers = [
             ("Content-Type", "text/plain; charset=utf-8"),
             ("Content-Length", str(len(body))),
@@ -114,6 +111,8 @@ class Head:
         ]
         if status == 405:
             headers.append(("Allow", "CONNECT"))
-        response = h11.Response(status_code=status, reason=_REASONS[status], headers=headers)
-        parts = [self._http.send(event) for event in (response, h11.Data(data=body), h11.EndOfMessage())]
-        return b"".join(part for part in parts if part)
+        reason = HTTPStatus(status).phrase.encode()
+        events: list[h11.Event] = [h11.Response(status_code=status, reason=reason, headers=headers)]
+        if not self._no_body:
+            events.append(h11.Data(data=body))
+        return b"".join(self._http.send(event) or b"" for event in (*events, h11.EndOfMessage()))

@@ -9,6 +9,7 @@ step ends the links, and ``background`` (switchboard, links) is cancelled last.
 Rules that hold here:
 
 - The cut is one cancellation of ``connections``, never a loop over tasks.
+- A connection that has ended may have left bytes on a link: leaving waits for those too.
 - Connections are counted by ``spawn``; between the count reaching zero and CLOSING there is no checkpoint, so none can
   slip in and be lost.
 - SIGTERM and SIGINT alike start leaving. Another one, at least half a second later, cuts at once; a third ends the
@@ -54,6 +55,9 @@ class Program(Protocol):
 
     async def tell(self) -> None:
         """Say to the links that this side is leaving."""
+
+    async def settle(self) -> None:
+        """Wait until what ended streams left to be sent on the links has gone."""
 
     async def close(self) -> None:
         """End the links. Bounds itself to two seconds."""
@@ -131,8 +135,7 @@ class Lifecycle:
                 log.info("leaving", open=self.open.value, seconds=f"{self._budget:g}")
                 self.background.start_soon(self._cut_when_due)
                 await self._program.tell()
-                while self.open.value:
-                    await self.open.wait_value(0)
+                await self._until_none_open()
                 self.phase.value = Phase.CLOSING
             self.phase.value = Phase.CLOSING  # also after a cut, which skips the line above
             await self._program.close()
@@ -140,6 +143,13 @@ class Lifecycle:
         self.phase.value = Phase.EXIT
         log.info("exit", code=self.exit_code)
         return self.exit_code
+
+    async def _until_none_open(self) -> None:
+        while True:
+            await self._program.settle()
+            if not self.open.value:
+                return
+            await self.open.wait_value(0)
 
     async def _cut_when_due(self) -> None:
         code = EXIT_CUT_BY_DEADLINE

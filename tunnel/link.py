@@ -28,7 +28,7 @@ from trio_util import AsyncValue
 from tunnel import logs
 from tunnel.config import Limits, Timeouts
 from tunnel.errors import DialError, HandshakeRefused, LinkClosed, LinkLost, RemoteProtocolError, TunnelError
-from tunnel.frames import Close, Decoder, DialReq, Packet, Ping, Pong
+from tunnel.frames import Close, Decoder, DialReq, Packet, Ping, Pong, Welcome
 from tunnel.handshake import Handshake, Identity
 from tunnel.session import Session, Stream
 from tunnel.stream import TunnelStream
@@ -98,6 +98,7 @@ class Link:
             on_streams=partial(setattr, self.open_streams, "value"),
         )
         self._decoder = Decoder(limits.body_before_auth, self._shake_hands, self._refuse_data)
+        self._decoder.strict = True
         self._scope = trio.CancelScope()
         self._linked = trio.Event()
         self._blocked = trio.Event()  # set: the writer task has the send side
@@ -119,7 +120,7 @@ class Link:
 
     @property
     def server_count(self) -> int:
-        """How many servers there are in all, as a server at the other end said when it took the link."""
+        """How many servers there are in all, as a server at the other end said last."""
         return self._handshake.servers
 
     # -- life
@@ -172,6 +173,7 @@ class Link:
         if self.why is None:
             self.why = why
             self._scope.cancel()
+            self._idle.set()
             self._on_end()
 
     def drop(self, text: str) -> None:
@@ -204,6 +206,16 @@ class Link:
             calls, self._waiting = self._waiting, []
             for call in calls:
                 call()
+
+    @property
+    def sending(self) -> bool:
+        """Whether something is queued that the transport has not taken yet."""
+        return not self._idle.is_set()
+
+    async def all_sent(self) -> None:
+        """Wait until not ``sending``, or the link has ended."""
+        while self.sending:
+            await self._idle.wait()
 
     def flush(self) -> None:
         """Send what the session has to send, as far as the transport takes it now; the writer task does the rest."""
@@ -257,6 +269,7 @@ class Link:
         if self.peer is not None:
             self.session.opener = self._handshake.opens
             self._decoder.limit = self._limits.body
+            self._decoder.strict = False
             self._decoder.on_packet = self.session.receive_packet
             self._decoder.on_data = self.session.receive_data
             self._linked.set()
@@ -271,6 +284,9 @@ class Link:
     def _control(self, packet: Packet) -> None:
         if isinstance(packet, Close):
             self._end(LinkClosed(f"the peer said: {packet.text} ({packet.code})"))
+        elif isinstance(packet, Welcome):
+            self._handshake.recount(packet)
+            self._on_control(packet)
         elif not isinstance(packet, Pong):  # which has done its work by being heard
             self._on_control(packet)
 

@@ -49,7 +49,7 @@ async def bind(address: ListenAddress) -> list[socket.socket]:
     port = address.port
     try:
         found = await trio.socket.getaddrinfo(address.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, _, _, _, where in found:
+        for family, _, _, _, where in dict.fromkeys(found):
             sockets.append(_bind_one(family, (where[0], port, *where[2:])))
             port = sockets[0].getsockname()[1]
     except OSError as error:

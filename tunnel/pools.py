@@ -80,7 +80,7 @@ class Bag(Generic[T]):
         """Remove what is there."""
         place = self._index.pop(item)
         last = self._items.pop()
-        if last is not item:
+        if place < len(self._items):  # it was not the last itself; equal items may be different objects
             self._items[place] = last
             self._index[last] = place
 

@@ -60,9 +60,6 @@ class Poller(Protocol):
     def poll(self, timeout: float, most: int) -> list[tuple[int, int]]:
         """Sockets and what they are ready for."""
 
-    def close(self) -> None:
-        """Watch nothing any more."""
-
 
 class SelectorPoller:
     """The same over the standard library's selectors, for systems without epoll."""
@@ -96,10 +93,6 @@ class SelectorPoller:
             (key.fd, (READ if events & selectors.EVENT_READ else 0) | (WRITE if events & selectors.EVENT_WRITE else 0))
             for key, events in self._selector.select(timeout)[:most]
         ]
-
-    def close(self) -> None:
-        """See ``Poller``."""
-        self._selector.close()
 
 
 def _new_poller() -> Poller:
@@ -342,12 +335,9 @@ class Switchboard:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Move bytes until cancelled."""
         task_status.started()
-        try:
-            while True:
-                await trio.lowlevel.wait_readable(self.poller.fileno())
-                self._round()
-        finally:
-            self.poller.close()
+        while True:
+            await trio.lowlevel.wait_readable(self.poller.fileno())
+            self._round()
 
     def _round(self) -> None:
         joints = self._joints
@@ -412,6 +402,7 @@ async def pump(local: trio.abc.HalfCloseableStream, stream: TunnelStream, early:
             while data := await source.receive_some(_CHUNK):
                 await sink.send_all(data)
             await sink.send_eof()
+            await stream.wait_ended()  # a reset can still come, and must not wait for the other way to notice
         except trio.BrokenResourceError as error:
             cause = error.__cause__
             failure = failure or (cause if isinstance(cause, StreamReset) else StreamReset("reset", str(error)))

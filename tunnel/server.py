@@ -95,6 +95,11 @@ class Server:
     async def tell(self) -> None:
         """See ``lifecycle.Program``. Links stay as they are until the last stream has ended."""
 
+    async def settle(self) -> None:
+        """See ``lifecycle.Program``."""
+        while blocked := next((link for link in self._links if link.sending), None):
+            await blocked.all_sent()
+
     async def close(self) -> None:
         """See ``lifecycle.Program``."""
         async with trio.open_nursery() as nursery:

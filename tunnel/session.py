@@ -38,6 +38,7 @@ from tunnel.frames import (
     DialReq,
     DialRsp,
     Eof,
+    Hello,
     Packet,
     Ping,
     Pong,
@@ -78,7 +79,7 @@ class Sink(Protocol):
         """No more bytes will arrive."""
 
     def on_reset(self, code: str, text: str) -> None:
-        """The stream is over; nothing more can be sent or will arrive."""
+        """The stream was reset, by either side; nothing more can be sent or will arrive."""
 
     def on_credit(self) -> None:
         """``stream.credit`` grew from nothing."""
@@ -107,7 +108,7 @@ class Stream:
         self._window_left = session.window
         self._unreturned = 0
         self._sink: Sink | None = None
-        self._held: list[bytes] | None = None
+        self._held: bytearray | None = None
         self._frames: deque[Frame] | None = None
         self._answer: OnAnswer | None = None
 
@@ -200,8 +201,11 @@ class Stream:
         if self.state is State.CLOSED:
             return
         self._drop_queue()
+        self.why = (code, text)
         self.session.send_close(self.id, code, text)
         self._close()
+        if self._sink is not None:
+            self._sink.on_reset(code, text)
 
     def _drop_queue(self) -> None:
         if self._frames is not None:
@@ -211,11 +215,11 @@ class Stream:
     # -- receiving
 
     def attach(self, sink: Sink) -> None:
-        """Say who consumes the stream; what was held comes first. Once only."""
+        """Say who consumes the stream from now on; what was held comes first."""
         self._sink = sink
         held, self._held = self._held, None
-        for data in held or ():
-            sink.on_data(memoryview(data))
+        if held:
+            sink.on_data(memoryview(held))
         if self.why:
             sink.on_reset(*self.why)
         elif self.state in (State.REMOTE_EOF, State.CLOSED):
@@ -240,9 +244,9 @@ class Stream:
         if self._sink is not None:
             self._sink.on_data(data)
         elif self._held is None:
-            self._held = [bytes(data)]
+            self._held = bytearray(data)
         else:
-            self._held.append(bytes(data))
+            self._held += data
 
     def receive_eof(self) -> None:
         """For the session."""
@@ -360,7 +364,7 @@ class Session:
             raise LinkLost("all stream ids of the link were used")
         stream = self._add(self._last_id + 1, 0)
         stream.on_answer(on_answer)
-        self.send_control(DialReq(stream.id, host, port, self.window, ms, options))
+        self.send_control(DialReq(stream.id, host, port, self.window, min(ms, MAX_U32), options))
         return stream
 
     def send_control(self, packet: Packet) -> None:
@@ -424,6 +428,8 @@ class Session:
         stream = self._streams.get(number)
         if stream is not None:
             stream.receive_data(data)
+        elif number == 0:
+            raise RemoteProtocolError("DATA for stream 0, which is the link itself")
         elif number not in self._closes:
             self.send_close(number, "unknown_stream", f"no stream {number} is open on this link")
 
@@ -471,6 +477,9 @@ class Session:
         if stream is not None:
             stream.receive_credit(packet.amount)
 
+    def _receive_hello(self, packet: Hello) -> None:
+        raise RemoteProtocolError("HELLO after the handshake")
+
     def _receive_ping(self, packet: Ping) -> None:
         self.send_control(Pong(packet.token))
 
@@ -482,4 +491,5 @@ _HANDLERS: dict[type[Packet], Callable[[Session, Any], None]] = {
     Close: Session._receive_close,
     Credit: Session._receive_credit,
     Ping: Session._receive_ping,
+    Hello: Session._receive_hello,
 }

@@ -15,14 +15,13 @@ This file must not know links (only that there is an ``Outlet`` to flush), targe
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
 import trio
 
 from tunnel.errors import StreamReset
-from tunnel.session import Stream
+from tunnel.session import State, Stream
 
 _CHUNK = 64 * 1024
 
@@ -68,7 +67,7 @@ class TunnelStream(trio.abc.HalfCloseableStream):
     """
 
     __slots__ = (
-        "_attached", "_chunks", "_closed", "_ended", "_eof_sent", "_receiving", "_reset", "_sending", "_wake", "core",
+        "_attached", "_closed", "_ended", "_eof_sent", "_held", "_receiving", "_reset", "_sending", "_wake", "core",
         "outlet",
     )  # fmt: skip
 
@@ -83,7 +82,7 @@ class TunnelStream(trio.abc.HalfCloseableStream):
     def _attach(self) -> None:
         if not self._attached:
             self._attached = True
-            self._chunks: deque[memoryview] = deque()
+            self._held = bytearray()
             self._ended = self._closed = self._eof_sent = False
             self._reset: StreamReset | None = None
             self._wake = trio.lowlevel.ParkingLot()
@@ -143,7 +142,7 @@ class TunnelStream(trio.abc.HalfCloseableStream):
         size = _CHUNK if max_bytes is None else _check_size(max_bytes)
         with self._receiving:
             await trio.lowlevel.checkpoint()
-            while not self._chunks or self._closed:
+            while not self._held or self._closed:
                 if self._closed:
                     raise trio.ClosedResourceError("this stream was closed")
                 if self._reset:
@@ -158,15 +157,30 @@ class TunnelStream(trio.abc.HalfCloseableStream):
         self._attach()
         if not self._closed:
             self._closed = True
-            self._chunks.clear()
-            if self.core.may_send:
-                self._send_eof()
+            self.core.consumed(len(self._held))  # a peer without credit could not send what we must answer
+            self._held.clear()
             self._wake.unpark_all()
         try:
             await trio.lowlevel.checkpoint()
         except trio.Cancelled:
             self.reset("cancelled", "closed forcefully")
             raise
+        if self.core.may_send:
+            self._send_eof()
+        self.outlet.flush()
+
+    async def wait_ended(self) -> None:
+        """Wait until both directions have ended.
+
+        Raises:
+            trio.BrokenResourceError: the stream was reset; the cause is a ``StreamReset``.
+        """
+        self._attach()
+        await trio.lowlevel.checkpoint()
+        while self.core.state is not State.CLOSED:
+            await self._wake.park()
+        if self._reset:
+            raise trio.BrokenResourceError(str(self._reset)) from self._reset
 
     def reset(self, code: str, text: str) -> None:
         """End both directions at once; the peer is told ``code`` and ``text``. No effect on an ended stream."""
@@ -193,15 +207,15 @@ class TunnelStream(trio.abc.HalfCloseableStream):
         self._eof_sent = True
         self.core.send_eof()
         self.outlet.flush()
+        self._wake.unpark_all()
 
     def _take(self, size: int) -> bytes:
-        chunk = self._chunks.popleft()
-        if len(chunk) > size:
-            self._chunks.appendleft(chunk[size:])
-            chunk = chunk[:size]
-        self.core.consumed(len(chunk))
+        with memoryview(self._held) as held:
+            data = bytes(held[:size])
+        del self._held[:size]
+        self.core.consumed(len(data))
         self.outlet.flush()
-        return bytes(chunk)
+        return data
 
     # -- the session's face
 
@@ -210,7 +224,7 @@ class TunnelStream(trio.abc.HalfCloseableStream):
         if self._closed:
             self.reset("closed", "the peer of this stream closed it")
         else:
-            self._chunks.append(memoryview(bytes(data)))
+            self._held += data
             self._wake.unpark_all()
 
     def on_eof(self) -> None:
@@ -221,7 +235,7 @@ class TunnelStream(trio.abc.HalfCloseableStream):
     def on_reset(self, code: str, text: str) -> None:
         """Tell whoever waits; what is held is lost, as on a socket."""
         self._reset = StreamReset(code, text)
-        self._chunks.clear()
+        self._held.clear()
         self._wake.unpark_all()
 
     def on_credit(self) -> None:

@@ -170,8 +170,9 @@ class SyncLoop:
             self.state = state
             log.info(f"sync {state.value}", links=len(self.links))
 
-    def told_count(self, link: Link, count: int) -> None:
+    def told_count(self, link: Link) -> None:
         """A server says how many there are."""
+        count = link.server_count
         for door in self._doors:
             if _server_id(link) in door.servers and door.count != count:
                 log.info("server count", server=door.name, count=count)
@@ -251,7 +252,7 @@ class SyncLoop:
         door.duplicates(address).reset()
         self.links[server] = link
         log.info("linked", server=door.name, server_id=server, links=len(self.links))
-        self.told_count(link, link.server_count)
+        self.told_count(link)
 
     def _lost(self, door: _Door, address: Address, link: Link, began: float) -> None:
         """A link has ended, or never came up."""
