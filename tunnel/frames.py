@@ -8,6 +8,7 @@ Rules that hold here:
 - DATA is written with a fixed-width header, so that it is built and recognised at fixed offsets. Any other valid
   msgpack spelling of it is understood too.
 - The payload of a fixed-width DATA frame is handed on piece by piece as it arrives: no frame is ever assembled.
+- All decoders of a thread receive into the same memory, one after the other; each keeps only what is not whole yet.
 - Fields beyond the known ones are ignored, so that a later version can add some; missing or wrong ones are refused.
 
 This file must not know streams (what an id means, whether a packet is legal now), time, or sockets.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import reprlib
 import struct
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from operator import attrgetter
@@ -36,6 +38,7 @@ DATA_OVERHEAD = 16
 _LENGTH = struct.Struct(">I")
 _DATA_HEADER = struct.Struct(">IBBBIBI")
 _ARRAY_OF_3, _UINT32, _BIN32 = 0x93, 0xCE, 0xC6
+_LONG = 4096  # bytes of a frame that are received before memory for all of it is reserved
 _MAX_ITEMS = 1024  # in any array or map of a body: bounds what a nested body can make us allocate
 
 _pack = msgpack.Packer(autoreset=True).pack
@@ -214,11 +217,22 @@ def _packet(kind: type[Packet], values: list[Any]) -> Packet:
     return kind(*values[1 : len(shape) + 1])
 
 
+class _Scratch(threading.local):
+    """Memory to receive into, one piece per thread."""
+
+    def __init__(self) -> None:
+        self.view = memoryview(bytearray(READ_SIZE))
+
+
+_scratch = _Scratch()
+
+
 class Decoder:
     """Turns received bytes into calls: ``on_packet(packet)`` and ``on_data(stream, payload)``.
 
-    Either read into ``buffer()`` and say how much with ``received(n)``, or ``feed()`` bytes. Both callables may be
-    replaced at any time, also from within a call. A payload view is valid only during its call.
+    Either receive into ``buffer()`` and say how much with ``received(n)``, with nothing of other decoders in between,
+    or ``feed()`` bytes. Both callables may be replaced at any time, also from within a call. A payload view is valid
+    only during its call.
 
     Attributes:
         limit: the longest body taken, in bytes.
@@ -234,26 +248,23 @@ class Decoder:
         self.on_data = on_data
         self.strict = False
         self.unknown = 0
-        self._view = memoryview(bytearray(READ_SIZE))
-        self._end = 0  # bytes in the buffer; the first of them always starts a frame or continues a payload
+        self._rest = b""  # the short beginning of a frame
+        self._long: memoryview | None = None  # memory for a whole frame of which so much is there that it is believed
+        self._filled = 0  # bytes in it
         self._stream = 0  # whose payload is being received
         self._left = 0  # bytes of it that are still to come
 
     def __repr__(self) -> str:
-        return f"<Decoder held={self._end} payload_left={self._left} unknown={self.unknown}>"
+        held = self._filled if self._long is not None else len(self._rest)
+        return f"<Decoder held={held} payload_left={self._left} unknown={self.unknown}>"
 
     def buffer(self) -> memoryview:
         """Where to put the bytes received next; never empty."""
-        if self._end == len(self._view):  # full with one incomplete frame, whose length was found within the limit
-            self._resize(4 + _LENGTH.unpack_from(self._view)[0])
-        elif self._end == 0 and len(self._view) != READ_SIZE:
-            self._resize(READ_SIZE)
-        return self._view[self._end :]
-
-    def _resize(self, size: int) -> None:
-        bigger = memoryview(bytearray(size))
-        bigger[: self._end] = self._view[: self._end]
-        self._view = bigger
+        if self._long is not None:
+            return self._long[self._filled :]
+        view, rest = _scratch.view, self._rest
+        view[: len(rest)] = rest
+        return view[len(rest) :]
 
     def feed(self, data: bytes | bytearray | memoryview) -> None:
         """Like ``received`` for bytes that are somewhere else.
@@ -275,16 +286,28 @@ class Decoder:
         Raises:
             RemoteProtocolError: they are not a valid frame. The decoder is not usable any more.
         """
-        end = self._end + count
-        position = self._consume(end)
-        rest = end - position
-        if rest and position:
-            self._view[:rest] = bytes(self._view[position:end])
-        self._end = rest
+        if self._long is None:
+            view, end = _scratch.view, len(self._rest) + count
+            self._keep(view[self._consume(view, end) : end])
+            return
+        self._filled += count
+        if self._filled == len(self._long):
+            view, self._long = self._long, None
+            self._consume(view, self._filled)
 
-    def _consume(self, end: int) -> int:
+    def _keep(self, rest: memoryview) -> None:
+        """Keep what is not whole: short beginnings as they are, a long frame where the rest of it is received too."""
+        if len(rest) < _LONG:
+            self._rest = bytes(rest)
+            return
+        self._rest = b""
+        self._long = memoryview(bytearray(4 + _LENGTH.unpack_from(rest)[0]))
+        self._filled = len(rest)
+        self._long[: self._filled] = rest
+
+    def _consume(self, view: memoryview, end: int) -> int:
         """Decode what is whole; the position of what is not."""
-        view, position = self._view, 0
+        position = 0
         while position < end:
             if self._left:
                 taken = min(self._left, end - position)

@@ -250,7 +250,7 @@ class Link:
 
     async def _read(self) -> None:
         try:
-            while count := await self._transport.receive_into(self._decoder.buffer()):
+            while count := await self._transport.receive_into(self._decoder.buffer):
                 self._heard = True
                 self._decoder.received(count)
                 self.flush()

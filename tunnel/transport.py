@@ -14,23 +14,27 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import trio
 
 Buffer = bytes | memoryview
+Room = Callable[[], memoryview]
+"""Where received bytes go; asked for when they are there, and used before anything else runs."""
+
 BROKEN = (OSError, trio.BrokenResourceError, trio.ClosedResourceError)
 
 _NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)  # Linux's number, which older Pythons do not name
 _NOTSENT_BYTES = 256 * 1024
+_CHUNK = 64 * 1024
 
 
 class Transport(Protocol):
     """What a link needs of a connection."""
 
-    async def receive_into(self, view: memoryview) -> int:
-        """Wait for bytes and put them into ``view``; how many, 0 at the end. Raises ``BROKEN``."""
+    async def receive_into(self, room: Room) -> int:
+        """Wait for bytes, then ask for ``room()`` and put them there; how many, 0 at the end. Raises ``BROKEN``."""
 
     def send_now(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
         """Send what goes without waiting; what did not go. Raises ``BROKEN``."""
@@ -63,14 +67,12 @@ class SocketTransport:
         with contextlib.suppress(OSError):  # a hint: keeps what waits in our queue, where control packets overtake
             sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _NOTSENT_BYTES)
 
-    async def receive_into(self, view: memoryview) -> int:
+    async def receive_into(self, room: Room) -> int:
         """See ``Transport``."""
-        await trio.lowlevel.wait_readable(self._sock)
         while True:
-            try:
-                return self._sock.recv_into(view)
-            except BlockingIOError:
-                await trio.lowlevel.wait_readable(self._sock)
+            await trio.lowlevel.wait_readable(self._sock)
+            with contextlib.suppress(BlockingIOError):
+                return self._sock.recv_into(room())
 
     def send_now(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
         """See ``Transport``."""
@@ -91,7 +93,7 @@ class SocketTransport:
         with contextlib.suppress(*BROKEN):
             self._sock.shutdown(socket.SHUT_WR)
             scratch = memoryview(bytearray(64 * 1024))
-            while await self.receive_into(scratch):
+            while await self.receive_into(lambda: scratch):
                 pass
 
     async def aclose(self) -> None:
@@ -105,12 +107,16 @@ class StreamTransport:
 
     def __init__(self, stream: trio.abc.Stream) -> None:
         self._stream = stream
+        self._over = b""  # received, but there was no room
 
-    async def receive_into(self, view: memoryview) -> int:
+    async def receive_into(self, room: Room) -> int:
         """See ``Transport``."""
-        data = await self._stream.receive_some(len(view))
-        view[: len(data)] = data
-        return len(data)
+        data = self._over or bytes(await self._stream.receive_some(_CHUNK))
+        view = room()[: len(data)]
+        size = len(view)
+        view[:] = data[:size]
+        self._over = data[size:]
+        return size
 
     def send_now(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
         """See ``Transport``."""
