@@ -143,7 +143,8 @@ class Link:
                     task_status.started(self)
                     await self._keep_alive()
         finally:
-            await self._bury()
+            with trio.move_on_after(2 * _GOODBYE, shield=True):
+                await self._bury()
         if not self._linked.is_set() and self.why:
             raise self.why
 
@@ -162,11 +163,10 @@ class Link:
         self._end(LinkClosed("this side was stopped"))
         self.session.end(LinkLost.code, str(self.why))
         self._room()
-        with trio.move_on_after(_GOODBYE, shield=True):
+        with trio.move_on_after(_GOODBYE):
             if self._said_goodbye:
                 await self._transport.linger()
-        with trio.CancelScope(shield=True):
-            await self._transport.aclose()
+        await self._transport.aclose()
         self.ended.set()
 
     def _end(self, why: TunnelError) -> None:
