@@ -17,7 +17,7 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from tunnel.config import Limits, Timeouts
-from tunnel.errors import DialError, HandshakeRefused, LinkClosed, LinkLost, Refused
+from tunnel.errors import DialError, HandshakeRefused, LinkClosed, LinkLost, Refused, RemoteProtocolError
 from tunnel.frames import (
     VERSION,
     Close,
@@ -52,7 +52,7 @@ async def outcome(link: Link) -> Exception | None:
     """How a link that was never linked ended."""
     try:
         await link.run()
-    except (HandshakeRefused, LinkClosed) as error:
+    except (HandshakeRefused, LinkClosed, RemoteProtocolError) as error:
         return error
     return None
 
@@ -131,7 +131,7 @@ class TestHandshake:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(note, server)
             nursery.start_soon(note, agent)
-        assert {type(error) for error in errors} == {LinkClosed, HandshakeRefused}
+        assert {type(error) for error in errors} == {RemoteProtocolError, HandshakeRefused}
         assert all("32 hexadecimal digits" in str(error) for error in errors)
 
     async def test_a_peer_that_leaves_during_it(self, make_raw: MakeRaw) -> None:
@@ -542,7 +542,7 @@ class TestNonsense:
         raw = make_raw(role)
         await raw.peer.send(garbage)
         error = await outcome(raw.link)
-        assert isinstance(error, LinkClosed)
+        assert isinstance(error, RemoteProtocolError)
         last = (await raw.peer.rest())[-1]
         assert last == Close(0, "protocol", str(error))
 

@@ -81,6 +81,7 @@ class Agent:
         self._connector = Connector()
         self.sync = SyncLoop(config.servers, self._connector, config.timeouts, self._make_link)
         self._drain_seq = 0
+        self._drain_reason = ""
         self._unacked: dict[Link, trio.Event] = {}  # by links that owe an ack of the last DRAIN
 
     def __repr__(self) -> str:
@@ -125,13 +126,14 @@ class Agent:
         are made.
         """
         self.draining = True
+        self._drain_reason = reason
         self.sync.drain()
         self._drain_seq += 1
         self._unacked = {link: self._unacked.get(link, trio.Event()) for link in self.sync.links.values()}
         unacked = dict(self._unacked)
         log.info("drain started", reason=reason, open=self.life.open.value, servers=len(unacked))
         for link in unacked:
-            self._send_drain(link, reason)
+            self._send_drain(link)
         with trio.move_on_after(_ACK):
             for acked in unacked.values():
                 await acked.wait()
@@ -143,9 +145,9 @@ class Agent:
         if acked is not None:
             acked.set()
 
-    def _send_drain(self, link: Link, reason: str) -> None:
+    def _send_drain(self, link: Link) -> None:
         ms = int(self.config.timeouts.shutdown * 1000)
-        link.session.send_control(Drain(self._drain_seq, "soft", reason, ms, self.life.open.value))
+        link.session.send_control(Drain(self._drain_seq, "soft", self._drain_reason, ms, self.life.open.value))
         link.flush()
 
     # -- links
@@ -165,7 +167,7 @@ class Agent:
             on_linked()
             self.linked.set()
             if self.draining and not said:  # it began between HELLO and WELCOME
-                self._send_drain(link, "admin")
+                self._send_drain(link)
 
         def ended() -> None:
             on_end()

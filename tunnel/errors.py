@@ -52,6 +52,10 @@ class LinkClosed(TunnelError):
     """A link ended; the text says why."""
 
 
+class LinkStopped(LinkClosed):
+    """A link ended because this side wanted it to."""
+
+
 class StreamReset(TunnelError):
     """A stream ended other than by EOF in both directions; ``code`` and ``text`` say why."""
 

@@ -27,7 +27,15 @@ from trio_util import AsyncValue
 
 from tunnel import logs
 from tunnel.config import Limits, Timeouts
-from tunnel.errors import DialError, HandshakeRefused, LinkClosed, LinkLost, RemoteProtocolError, TunnelError
+from tunnel.errors import (
+    DialError,
+    HandshakeRefused,
+    LinkClosed,
+    LinkLost,
+    LinkStopped,
+    RemoteProtocolError,
+    TunnelError,
+)
 from tunnel.frames import Close, Decoder, DialReq, Packet, Ping, Pong, Welcome
 from tunnel.handshake import Handshake, Identity
 from tunnel.session import Session, Stream
@@ -131,7 +139,8 @@ class Link:
         Returns when a link that was linked has ended; ``why`` says why. Cancelling it ends the link.
 
         Raises:
-            HandshakeRefused: the peer does not want us; before ``started`` only.
+            HandshakeRefused: one side does not want the other; before ``started`` only.
+            RemoteProtocolError: the peer broke a rule of the handshake; before ``started`` only.
             LinkClosed: the handshake failed otherwise, or took too long; before ``started`` only.
         """
         try:
@@ -160,7 +169,7 @@ class Link:
         await trio.sleep_forever()  # until the scope's cancellation, just requested, arrives
 
     async def _bury(self) -> None:
-        self._end(LinkClosed("this side was stopped"))
+        self._end(LinkStopped("this side was stopped"))
         self.session.end(LinkLost.code, str(self.why))
         self._room()
         with trio.move_on_after(_GOODBYE):
@@ -178,7 +187,7 @@ class Link:
 
     def drop(self, text: str) -> None:
         """End the link now, without a word: its peer is not there any more."""
-        self._end(LinkClosed(text))
+        self._end(LinkStopped(text))
 
     async def close(self, code: str, text: str, why: TunnelError | None = None) -> None:
         """Say goodbye and end the link, within two seconds. Its streams are reset. Cancelling it changes nothing."""
@@ -188,7 +197,7 @@ class Link:
             self.flush()
             with trio.move_on_after(_GOODBYE, shield=True):
                 await self._idle.wait()
-            self._end(why or LinkClosed(text))
+            self._end(why or LinkStopped(text))
 
     # -- sending
 
@@ -260,7 +269,7 @@ class Link:
         except HandshakeRefused as error:
             await self.close(error.code, error.text, error)
         except RemoteProtocolError as error:
-            await self.close("protocol", str(error))
+            await self.close("protocol", str(error), error)
 
     def _shake_hands(self, packet: Packet) -> None:
         answer = self._handshake.receive(packet)

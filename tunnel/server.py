@@ -20,7 +20,7 @@ from tunnel import logs
 from tunnel.address import ListenAddress
 from tunnel.backends import Backend, Backends
 from tunnel.config import ServerConfig
-from tunnel.errors import HandshakeRefused, LinkClosed
+from tunnel.errors import ConfigError, HandshakeRefused, LinkClosed, RemoteProtocolError
 from tunnel.frontends import FrontEnds
 from tunnel.handshake import AcceptingHandshake, Identity, welcome
 from tunnel.lifecycle import Lifecycle, live
@@ -113,7 +113,13 @@ class Server:
         return True
 
     def set_server_count(self, count: int) -> None:
-        """How many servers there are in all has changed: tell every agent that is linked, and those that come."""
+        """How many servers there are in all has changed: tell every agent that is linked, and those that come.
+
+        Raises:
+            ConfigError: fewer than one.
+        """
+        if count < 1:
+            raise ConfigError(f"{count} is not a number of servers; taken: 1 or more")
         self.server_count = count
         for link in self._links:
             if link.peer is not None:
@@ -133,7 +139,9 @@ class Server:
             await self._run_link(sock)
         except* HandshakeRefused as group:
             log.debug("link refused", cause=group.exceptions[0])
-        except* LinkClosed as group:
+        except* LinkClosed as group:  # also whoever only looks whether the port is open
+            log.info("link refused", cause=group.exceptions[0])
+        except* RemoteProtocolError as group:
             log.warning("link refused", cause=group.exceptions[0])
         except* Exception:
             log.exception("fault in a link")

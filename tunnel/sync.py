@@ -31,7 +31,15 @@ from tunnel import logs
 from tunnel.address import Target
 from tunnel.config import Timeouts
 from tunnel.connect import Address, Connector
-from tunnel.errors import DialError, DialTimeout, HandshakeRefused, LinkClosed, TunnelError
+from tunnel.errors import (
+    DialError,
+    DialTimeout,
+    HandshakeRefused,
+    LinkClosed,
+    LinkStopped,
+    RemoteProtocolError,
+    TunnelError,
+)
 from tunnel.link import Link
 
 log = logs.get_logger(__name__)
@@ -86,6 +94,7 @@ class _Door:
         leads_to: the server that each address led to last.
         busy: addresses with an attempt in progress, its back-off included.
         lost: addresses whose link was lost since.
+        missing: how many links were lost and not replaced since.
         changed: set when there may be something to do.
     """
 
@@ -96,6 +105,7 @@ class _Door:
         self.leads_to: dict[Address, str] = {}
         self.busy: set[Address] = set()
         self.lost: set[Address] = set()
+        self.missing = 0
         self.changed = trio.Event()
         self._timeouts = timeouts
         self._backoffs: dict[Address | None, Backoff] = {}
@@ -154,7 +164,7 @@ class SyncLoop:
     def drain(self) -> None:
         """RUNNING -> DRAINING."""
         if self.state is SyncState.RUNNING:
-            self._at_most = len(self.links)
+            self._at_most = len(self.links) + sum(door.missing for door in self._doors)
             self._enter(SyncState.DRAINING)
 
     def undrain(self) -> None:
@@ -192,15 +202,15 @@ class SyncLoop:
                     continue
                 door.backoff(None).reset()
                 for address in addresses:
-                    if self._wants(door, address):
+                    if address not in door.busy and self._wants(door, address):
                         door.busy.add(address)
                         attempts.start_soon(self._attempt, door, address, background)
                 with trio.move_on_after(_RESOLVE_AGAIN):
                     await door.changed.wait()
 
     def _wants(self, door: _Door, address: Address) -> bool:
-        """Whether an address should be dialled now."""
-        if address in door.busy or (self._at_most is not None and len(self.links) >= self._at_most):
+        """Whether a link through an address is wanted now."""
+        if self._at_most is not None and len(self.links) >= self._at_most:
             return False
         linked = sum(server in self.links for server in door.servers)
         return door.leads_to.get(address) not in self.links or linked < door.count
@@ -218,7 +228,7 @@ class SyncLoop:
                 await trio.sleep(door.duplicates(address).next())
             else:
                 await self._failed(door, door.backoff(address), error)
-        except (DialError, LinkClosed) as error:
+        except (DialError, LinkClosed, RemoteProtocolError) as error:
             await self._failed(door, door.backoff(address), error)
         finally:
             door.busy.discard(address)
@@ -235,6 +245,9 @@ class SyncLoop:
             sock = await self._connector.connect_to(address)
         if scope.cancelled_caught:
             raise DialTimeout(f"no connection within {seconds:g} s")
+        if not self._wants(door, address):  # any more: another address led there first, or a drain began
+            sock.close()
+            return
         began = trio.current_time()
         link = self._make_link(
             sock, lambda: self._linked(door, address, link), lambda: self._lost(door, address, link, began)
@@ -250,6 +263,7 @@ class SyncLoop:
         server = _server_id(link)
         self._leads_to(door, address, server)
         door.duplicates(address).reset()
+        door.missing = max(0, door.missing - 1)
         self.links[server] = link
         log.info("linked", server=door.name, server_id=server, links=len(self.links))
         self.told_count(link)
@@ -260,9 +274,10 @@ class SyncLoop:
             return
         del self.links[_server_id(link)]
         door.lost.add(address)
+        door.missing += 1
         if trio.current_time() - began >= self._timeouts.stable:
             door.backoff(address).reset()
-        if self.state is not SyncState.STOPPED:
+        if not isinstance(link.why, LinkStopped):
             log.warning("link lost", server=door.name, server_id=_server_id(link), cause=link.why)
         for each in self._doors:
             each.servers.discard(_server_id(link))

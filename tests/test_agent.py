@@ -1,0 +1,466 @@
+"""The agent: its links, its dials, how it drains and how it leaves."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+import trio
+from house import (
+    PROMPT,
+    Held,
+    House,
+    Service,
+    descriptors,
+    echo,
+    ended,
+    expect,
+    firehose,
+    open_house,
+    receive_all,
+    receive_exactly,
+    refusal,
+    talks,
+    tasks,
+    through,
+)
+from trio.testing import wait_all_tasks_blocked
+
+from tunnel import agent as agent_module
+from tunnel.address import Target
+from tunnel.agent import Agent
+from tunnel.config import AgentConfig, Limits, Timeouts
+from tunnel.connect import Connector
+from tunnel.frames import Close, Decoder, DialReq, DialRsp, Drain, DrainAck, Hello, Packet
+from tunnel.handshake import Identity, welcome
+from tunnel.http_connect import ESTABLISHED
+from tunnel.lifecycle import Phase
+
+
+@pytest.fixture
+async def house(caplog: pytest.LogCaptureFixture) -> AsyncIterator[House]:
+    async with open_house() as house:
+        yield house
+    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.fixture
+async def echoes(house: House) -> Service:
+    """A server, and a target that echoes; no agent."""
+    await house.serve()
+    return await house.service(echo)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Held:
+    return Held(monkeypatch)
+
+
+def _above(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno > level]
+
+
+def _states(house: House) -> list[str]:
+    """Of all backends, as the server sees them."""
+    considered = house.server.backends.explain(Target("anything", 1)).considered
+    return [candidate.state for key in considered for candidate in key.candidates]
+
+
+class RawServer:
+    """A server made of frames, with an agent that has connected to it: does nothing by itself.
+
+    Attributes:
+        agent: it sends whatever there is credit for, however much is queued.
+        stream: the agent's connection.
+        received: bytes of DATA so far.
+    """
+
+    stream: trio.SocketStream
+
+    def __init__(self, listener: trio.SocketListener) -> None:
+        port = listener.socket.getsockname()[1]
+        limits = Limits(high_water=1 << 30)
+        door = Target("127.0.0.1", port)
+        self.agent = Agent(AgentConfig((door,), "one", dial_timeout=1000.0, limits=limits, timeouts=PROMPT))
+        self.received = 0
+        self._listener = listener
+        self._packets: list[Packet] = []
+
+    async def accept(self) -> Packet:
+        """Take the agent's next connection; its HELLO."""
+        self.stream = await self._listener.accept()
+        self._decoder = Decoder(Limits().body, self._packets.append, self._count)
+        return await self.next()
+
+    async def welcome(self, *packets: Packet) -> None:
+        """Send WELCOME and more, and wait until the agent has seen it."""
+        await self.send(welcome(Identity("server", "raw"), 1), *packets)
+        await self.agent.linked.wait()
+
+    async def next(self) -> Packet:
+        """The next packet that is not DATA."""
+        while not self._packets:
+            self._decoder.feed(await self.stream.receive_some())
+        return self._packets.pop(0)
+
+    async def send(self, *packets: Packet) -> None:
+        await self.stream.send_all(b"".join(packet.encode() for packet in packets))
+
+    def _count(self, stream: int, data: memoryview) -> None:
+        self.received += len(data)
+
+
+@pytest.fixture
+async def raw(house: House) -> AsyncIterator[RawServer]:
+    """A server made of frames that has read the HELLO of an agent."""
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    async with listener:
+        server = RawServer(listener)
+        await house.nursery.start(server.agent.run)
+        await server.accept()
+        yield server
+        server.stream.socket.close()
+
+
+# -- links
+
+
+async def test_who_waits_for_a_link_wakes_although_the_first_attempt_fails(raw: RawServer) -> None:
+    linked = raw.agent.linked
+    await raw.stream.aclose()
+    await raw.accept()
+    await raw.welcome()
+    await linked.wait()
+
+
+async def test_linked_is_replaced_when_the_last_link_is_lost(raw: RawServer) -> None:
+    await raw.welcome()
+    (link,) = raw.agent.sync.links.values()
+    await raw.stream.aclose()
+    await link.ended.wait()
+    assert not raw.agent.linked.is_set()
+
+
+async def test_an_agent_links_to_every_server_it_is_given(house: House) -> None:
+    servers = [await house.serve(), await house.serve()]
+    doors = tuple(Target(address.host, address.port) for server in servers for address in server.addresses["links"])
+    agent = await house.agent(servers=doors)
+    await wait_all_tasks_blocked()
+    assert set(agent.sync.links) == {server.identity.instance for server in servers}
+
+
+async def test_an_agent_without_any_server_can_leave(house: House) -> None:
+    agent = Agent(AgentConfig((house.closed_port(),), "one", timeouts=PROMPT))
+    await house.nursery.start(agent.run)
+    agent.life.leave()
+    assert await ended(agent) == 0
+
+
+async def test_an_agent_can_leave_in_the_middle_of_a_handshake(raw: RawServer) -> None:
+    raw.agent.life.leave()
+    assert await ended(raw.agent) == 0
+    assert await raw.stream.receive_some() == b""
+
+
+# -- dials
+
+
+async def test_a_dial_that_is_given_up_stops_connecting(raw: RawServer, held: Held) -> None:
+    await raw.welcome()
+    await raw.send(DialReq(1, "held.test", 1, 65536, 1_000_000, {}))
+    await held.arrived.wait_value(1)
+    await raw.send(Close(1, "cancelled", ""))
+    await raw.agent.life.open.wait_value(0)
+    assert held.given_up == 1
+
+
+async def test_a_dial_that_is_given_up_in_the_moment_it_succeeds_leaves_nothing_open(
+    raw: RawServer, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = Connector.connect
+    service = await house.service(echo)
+
+    async def connect_while_it_is_given_up(connector: Connector, host: str, port: int) -> socket.socket:
+        sock = await connect(connector, host, port)
+        with trio.CancelScope(shield=True):  # too late to notice, as for a connection made in the same round
+            await raw.send(Close(1, "cancelled", ""))
+            await wait_all_tasks_blocked()
+        return sock
+
+    monkeypatch.setattr(Connector, "connect", connect_while_it_is_given_up)
+    await raw.welcome(DialReq(1, service.target.host, service.target.port, 65536, 10_000, {}))
+    await service.opened.wait_value(1)
+    await service.open.wait_value(0)
+    assert raw.agent.served == 0
+
+
+async def test_a_dial_waits_no_longer_than_its_asker(raw: RawServer, held: Held) -> None:
+    await raw.welcome()
+    await raw.send(DialReq(1, "held.test", 1, 65536, 20, {}))
+    answer = await raw.next()
+    assert isinstance(answer, DialRsp)
+    assert (answer.stream, answer.code, held.given_up) == (1, "timeout", 1)
+
+
+@pytest.mark.parametrize(("host", "port"), [("", 80), ("a b", 80), ("x", 0), ("x", 65536)])
+async def test_a_dial_to_what_is_no_target_is_answered_as_a_protocol_error(
+    raw: RawServer, host: str, port: int
+) -> None:
+    await raw.welcome()
+    await raw.send(DialReq(1, host, port, 65536, 1000, {}))
+    answer = await raw.next()
+    assert isinstance(answer, DialRsp)
+    assert (answer.stream, answer.code) == (1, "protocol")
+
+
+# -- draining
+
+
+async def test_new_dials_go_elsewhere_once_a_drain_is_acknowledged(house: House, echoes: Service) -> None:
+    draining, other = await house.agent("one"), await house.agent("two")
+    await draining.drain("admin")
+    for _ in range(20):
+        assert await talks(await house.connect(echoes.target))
+    assert (draining.served, other.served) == (0, 20)
+    assert house.server.backends.fallbacks == 0
+
+
+async def test_streams_that_run_when_a_drain_begins_go_on(house: House, echoes: Service) -> None:
+    agent = await house.agent()
+    client = await house.connect(echoes.target)
+    await agent.drain("admin")
+    assert await talks(client)
+
+
+async def test_no_dial_fails_while_an_agent_drains(house: House, echoes: Service) -> None:
+    draining, _ = await house.agent("one"), await house.agent("two")
+    served: list[bool] = []
+
+    async def client() -> None:
+        async with await house.connect(echoes.target) as stream:
+            served.append(await talks(stream))
+
+    async with trio.open_nursery() as nursery:
+        for number in range(200):
+            nursery.start_soon(client)
+            if number == 100:
+                nursery.start_soon(draining.drain, "admin")
+            await trio.lowlevel.checkpoint()
+    assert served == [True] * 200
+
+
+async def test_a_dial_that_is_pending_when_a_drain_begins_is_served(house: House, held: Held, echoes: Service) -> None:
+    draining, _ = await house.agent("one"), await house.agent("two")
+    client = await house.ask(through(echoes.target), "Tunnel-Agent: one")
+    await held.arrived.wait_value(1)
+    await draining.drain("admin")
+    held.open.set()
+    await expect(client, ESTABLISHED)
+    assert draining.served == 1
+
+
+async def test_a_draining_agent_serves_when_no_other_can_and_that_is_counted(house: House, echoes: Service) -> None:
+    agent = await house.agent()
+    await agent.drain("admin")
+    assert await talks(await house.connect(echoes.target))
+    assert (agent.served, house.server.backends.fallbacks) == (1, 1)
+
+
+async def test_an_agent_that_drains_says_so_when_it_links_again(house: House, echoes: Service) -> None:
+    agent = await house.agent()
+    await agent.drain("admin")
+    (link,) = agent.sync.links.values()
+    link.drop("for the test")
+    await link.ended.wait()
+    await agent.linked.wait()
+    assert _states(house) == ["draining"]
+
+
+async def test_a_drain_between_hello_and_welcome_is_the_first_packet(raw: RawServer) -> None:
+    await raw.agent.drain("admin")
+    await raw.welcome(DialReq(1, "127.0.0.1", 1, 65536, 1000, {}))
+    first = await raw.next()
+    assert isinstance(first, Drain)
+    assert (first.seq, first.phase) == (1, "soft")
+
+
+async def test_an_agent_that_drains_says_so_in_hello(raw: RawServer) -> None:
+    await raw.welcome()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(raw.agent.drain, "admin")
+        await raw.next()
+        await raw.stream.aclose()
+    hello = await raw.accept()
+    assert isinstance(hello, Hello)
+    assert hello.info["draining"] is True
+
+
+async def test_a_busy_link_delays_no_drain(house: House) -> None:
+    await house.serve()
+    service = await house.service(firehose)
+    busy, other = await house.agent("one"), await house.agent("two")
+
+    async def swallow(*, task_status: trio.TaskStatus[None]) -> None:
+        async with await house.connect(service.target, "Tunnel-Agent: one") as client:
+            await receive_exactly(client, 1_000_000)
+            task_status.started()
+            async for _ in client:
+                pass
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(10):
+            await nursery.start(swallow)
+        await busy.drain("admin")
+        for _ in range(10):
+            await house.connect(service.target)
+        assert (busy.served, other.served) == (10, 10)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_drain_goes_ahead_of_the_data_that_waits_on_a_full_link(raw: RawServer, house: House) -> None:
+    window = 16 * 1024 * 1024
+    service = await house.service(firehose)
+    await raw.welcome(DialReq(1, service.target.host, service.target.port, window, 10_000, {}))
+    assert isinstance(await raw.next(), DialRsp)
+    await wait_all_tasks_blocked()
+    (link,) = raw.agent.sync.links.values()
+    waiting = link.session.queued
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(raw.agent.drain, "admin")
+        assert isinstance(await raw.next(), Drain)
+        assert waiting > 0
+        assert raw.received < window - waiting * 0.9  # the rest is framing
+        await raw.send(DrainAck(1, "soft"))
+
+
+async def test_a_drain_that_is_not_acknowledged_ends_and_is_said(
+    raw: RawServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(agent_module, "_ACK", 0.02)
+    await raw.welcome()
+    await raw.agent.drain("admin")
+    assert _above(caplog, logging.INFO) == ['"drain not acked" servers=1']
+
+
+async def test_a_drain_does_not_wait_for_a_link_that_was_lost(raw: RawServer) -> None:
+    await raw.welcome()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(raw.agent.drain, "admin")
+        assert isinstance(await raw.next(), Drain)
+        await raw.stream.aclose()
+
+
+async def test_two_drains_at_once_end_with_the_acknowledgement_of_the_second(
+    raw: RawServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    await raw.welcome()
+    async with trio.open_nursery() as nursery:
+        for _ in range(2):
+            nursery.start_soon(raw.agent.drain, "admin")
+            assert isinstance(await raw.next(), Drain)
+        await raw.send(DrainAck(1, "soft"), DrainAck(2, "soft"))
+    assert not _above(caplog, logging.INFO)
+
+
+# -- leaving
+
+
+async def test_an_agent_without_streams_leaves_with_0(house: House) -> None:
+    await house.serve()
+    agent = await house.agent()
+    agent.life.leave()
+    assert await ended(agent) == 0
+    await wait_all_tasks_blocked()
+    assert len(house.server.backends) == 0
+
+
+async def test_a_leaving_agent_waits_for_its_streams(house: House, echoes: Service) -> None:
+    agent, _ = await house.agent("one"), await house.agent("two")
+    client = await house.connect(echoes.target, "Tunnel-Agent: one")
+    agent.life.leave()
+    await agent.life.phase.wait_value(Phase.LEAVING)
+    await wait_all_tasks_blocked()
+    assert await talks(client)
+    assert agent.life.phase.value is Phase.LEAVING
+    await client.send_eof()
+    assert await receive_exactly(client, 1) == b""
+    assert await ended(agent) == 0
+
+
+async def test_the_only_agent_serves_dials_while_it_leaves(house: House, echoes: Service) -> None:
+    agent = await house.agent()
+    first = await house.connect(echoes.target)
+    agent.life.leave()
+    await agent.life.phase.wait_value(Phase.LEAVING)
+    second = await house.connect(echoes.target)
+    assert await talks(second)
+    await first.aclose()
+    await second.aclose()
+    assert await ended(agent) == 0
+
+
+async def test_streams_that_outlast_the_budget_are_reset_and_the_exit_is_3(house: House, echoes: Service) -> None:
+    agent = await house.agent(timeouts=Timeouts(shutdown=0.1))
+    client = await house.connect(echoes.target)
+    agent.life.leave()
+    assert await ended(agent) == 3
+    with pytest.raises(trio.BrokenResourceError):
+        await client.receive_some()
+    await echoes.open.wait_value(0)
+
+
+async def test_a_cut_resets_streams_at_once_and_the_exit_is_4(house: House, echoes: Service) -> None:
+    agent = await house.agent()
+    client = await house.connect(echoes.target)
+    agent.life.leave()
+    await agent.life.phase.wait_value(Phase.LEAVING)
+    agent.life.cut()
+    assert await ended(agent) == 4
+    with pytest.raises(trio.BrokenResourceError):
+        await client.receive_some()
+    await echoes.open.wait_value(0)
+
+
+async def test_a_dial_that_is_pending_at_the_cut_is_503(house: House, held: Held, echoes: Service) -> None:
+    agent = await house.agent()
+    client = await house.ask(through(echoes.target))
+    await held.arrived.wait_value(1)
+    agent.life.cut()
+    assert await ended(agent) == 4
+    assert (await refusal(client))[0] == 503
+
+
+async def test_a_clean_leave_logs_nothing_above_info(
+    house: House, echoes: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent, _ = await house.agent("one"), await house.agent("two")
+    client = await house.connect(echoes.target, "Tunnel-Agent: one")
+    agent.life.leave()
+    await agent.life.phase.wait_value(Phase.LEAVING)
+    await client.send_eof()
+    await receive_all(client)
+    assert await ended(agent) == 0
+    await wait_all_tasks_blocked()
+    assert not _above(caplog, logging.INFO)
+
+
+async def test_agents_that_leave_cleanly_leave_nothing(house: House, echoes: Service) -> None:
+    async def come_and_leave() -> None:
+        agent = await house.agent()
+        client = await house.connect(echoes.target)
+        assert await talks(client)
+        agent.life.leave()
+        await client.send_eof()
+        assert await receive_exactly(client, 1) == b""
+        await client.aclose()
+        assert await ended(agent) == 0
+        await house.idle()
+
+    await come_and_leave()
+    before = tasks(), descriptors()
+    for _ in range(20):
+        await come_and_leave()
+    assert (tasks(), descriptors()) == before
+    assert len(house.server.backends) == 0
