@@ -263,6 +263,8 @@ class Decoder:
         if self._long is not None:
             return self._long[self._filled :]
         view, rest = _scratch.view, self._rest
+        if not rest:
+            return view
         view[: len(rest)] = rest
         return view[len(rest) :]
 
@@ -288,7 +290,11 @@ class Decoder:
         """
         if self._long is None:
             view, end = _scratch.view, len(self._rest) + count
-            self._keep(view[self._consume(view, end) : end])
+            position = self._consume(view, end)
+            if position < end:
+                self._keep(view[position:end])
+            else:
+                self._rest = b""
             return
         self._filled += count
         if self._filled == len(self._long):
@@ -318,16 +324,17 @@ class Decoder:
             size = end - position
             if size >= DATA_OVERHEAD:
                 length, array, kind, uint, stream, binary, payload = _DATA_HEADER.unpack_from(view, position)
-                self._check_length(length)
                 if array == _ARRAY_OF_3 and kind == DATA and uint == _UINT32 and binary == _BIN32:
-                    self._begin_data(stream, payload, length - 12)
+                    if payload + 12 != length or not 12 < length <= self.limit:
+                        raise self._bad_data(length, payload)
+                    self._stream, self._left = stream, payload
                     position += DATA_OVERHEAD
                     continue
             elif size >= 4:
                 (length,) = _LENGTH.unpack_from(view, position)
-                self._check_length(length)
             else:
                 break
+            self._check_length(length)
             if size < 4 + length:
                 break
             position += 4
@@ -339,10 +346,9 @@ class Decoder:
         if not 0 < length <= self.limit:
             raise RemoteProtocolError(f"a frame says its body has {length} bytes; 1 to {self.limit} are taken")
 
-    def _begin_data(self, stream: int, payload: int, room: int) -> None:
-        if payload != room or not payload:
-            raise RemoteProtocolError(f"DATA says it has {payload} bytes, in a frame with room for {room}")
-        self._stream, self._left = stream, payload
+    def _bad_data(self, length: int, payload: int) -> RemoteProtocolError:
+        self._check_length(length)
+        return RemoteProtocolError(f"DATA says it has {payload} bytes, in a frame with room for {length - 12}")
 
     def _decode(self, body: memoryview) -> None:
         values = _parse(body)

@@ -231,8 +231,8 @@ class Link:
         if self._blocked.is_set() or self.why:
             return
         try:
-            while buffers := self.session.take(_TAKE):
-                self._unsent = self._transport.send_now(buffers)
+            while self.session.has_output:
+                self._unsent = self._transport.send_now(self.session.take(_TAKE))
                 if self._unsent:
                     self._idle = trio.Event()
                     self._blocked.set()

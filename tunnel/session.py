@@ -228,7 +228,7 @@ class Stream:
     def consumed(self, size: int) -> None:
         """So many received bytes are gone for good: give credit back, half a window at a time."""
         self._unreturned += size
-        if self._unreturned * 2 >= self.session.window and self.state in _MAY_RECEIVE:
+        if self._unreturned >= self.session.half_window and self.state in _MAY_RECEIVE:
             self._window_left += self._unreturned
             self.session.send_control(Credit(self.id, self._unreturned))
             self._unreturned = 0
@@ -330,6 +330,7 @@ class Session:
     ) -> None:
         self.opener = opener
         self.window = window
+        self.half_window = (window + 1) // 2
         self.queued = 0
         self.ready: deque[Stream] = deque()  # streams with frames, in the order of their turns
         self._on_dial = on_dial

@@ -71,13 +71,20 @@ class SocketTransport:
         """See ``Transport``."""
         while True:
             await trio.lowlevel.wait_readable(self._sock)
-            with contextlib.suppress(BlockingIOError):
+            try:
                 return self._sock.recv_into(room())
+            except BlockingIOError:
+                continue
 
     def send_now(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
         """See ``Transport``."""
         try:
-            sent = self._sock.send(buffers[0]) if len(buffers) == 1 else self._sock.sendmsg(buffers)
+            if len(buffers) == 1:
+                sent = self._sock.send(buffers[0])
+                if sent == len(buffers[0]):
+                    return ()
+            else:
+                sent = self._sock.sendmsg(buffers)
         except BlockingIOError:
             return buffers
         return unsent(buffers, sent)
