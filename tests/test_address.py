@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunnel.address import Forward, ListenAddress, Target, canonical_host
+from tunnel.address import ListenAddress, Target, canonical_host
 from tunnel.errors import AddressError
 
 _labels = st.from_regex(r"[a-z_][a-z0-9_-]{0,20}", fullmatch=True)
@@ -110,14 +110,9 @@ def test_a_listen_address_reads_its_own_text(address: ListenAddress) -> None:
     assert ListenAddress.parse(str(address)) == address
 
 
-@given(st.builds(Forward, _listens, _targets))
-def test_a_forward_reads_its_own_text(forward: Forward) -> None:
-    assert Forward.parse(str(forward)) == forward
-
-
-@pytest.mark.parametrize("kind", [Target, ListenAddress, Forward])
+@pytest.mark.parametrize("kind", [Target, ListenAddress])
 @given(text=_texts)
-def test_no_text_raises_anything_but_an_address_error(kind: type[Target | ListenAddress | Forward], text: str) -> None:
+def test_no_text_raises_anything_but_an_address_error(kind: type[Target | ListenAddress], text: str) -> None:
     try:
         kind.parse(text)
     except AddressError as error:
@@ -182,12 +177,3 @@ def test_loopback_is_recognised(host: str) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "128.0.0.1", "127.example", "localhost.example", "db"])
 def test_what_others_can_reach_is_not_loopback(host: str) -> None:
     assert not ListenAddress(host, 1).is_loopback
-
-
-def test_a_forward_may_begin_with_a_bare_port() -> None:
-    assert str(Forward.parse("5432=DB.internal:5432")) == "127.0.0.1:5432=db.internal:5432"
-
-
-def test_a_forward_needs_both_sides() -> None:
-    with pytest.raises(AddressError, match="LISTEN=TARGET"):
-        Forward.parse("127.0.0.1:5432")

@@ -16,8 +16,8 @@ from click.testing import CliRunner, Result
 
 import tunnel
 from tunnel import cli
-from tunnel.address import Forward, ListenAddress, Target
-from tunnel.config import AgentConfig, ServerConfig
+from tunnel.address import Identifier, ListenAddress, Target
+from tunnel.config import AgentConfig, Claims, Forward, ServerConfig
 from tunnel.errors import ConfigError
 
 Type = Callable[..., Result]
@@ -100,11 +100,97 @@ def test_connect_off_is_no_front_end(programs: Programs, type_: Type) -> None:
 
 def test_an_agent_is_called_like_its_host_unless_named(programs: Programs, type_: Type) -> None:
     config = agent(programs, type_("agent --server tunnel.example:7400"))
-    assert config == AgentConfig(Target("tunnel.example", 7400), os.uname().nodename)
+    assert config == AgentConfig((Target("tunnel.example", 7400),), os.uname().nodename)
 
 
 def test_an_agent_takes_its_name(programs: Programs, type_: Type) -> None:
     assert agent(programs, type_("agent --server a:1 --name edge-7")).name == "edge-7"
+
+
+def test_an_agent_takes_several_servers(programs: Programs, type_: Type) -> None:
+    assert agent(programs, type_("agent --server a:1 --server [::1]:2")).servers == (Target("a", 1), Target("::1", 2))
+
+
+def test_an_agent_takes_what_it_claims(programs: Programs, type_: Type) -> None:
+    line = "agent --server a:1 --identifier host=DB.internal --identifier cidr=10.1.0.0/16 --default-route --priority 7"
+    assert agent(programs, type_(line)).claims == Claims(
+        (Identifier("host", "db.internal"), Identifier("cidr", "10.1.0.0/16")), default_route=True, priority=7
+    )
+
+
+def test_an_agent_claims_nothing_unless_told(programs: Programs, type_: Type) -> None:
+    assert agent(programs, type_("agent --server a:1")).claims == Claims()
+
+
+def test_an_agents_flags_are_variables_too(programs: Programs, type_: Type) -> None:
+    result = type_(
+        "agent",
+        TUNNEL_AGENT_SERVER="a:1 b:2",
+        TUNNEL_AGENT_NAME="edge-7",
+        TUNNEL_AGENT_IDENTIFIER="host=db suffix=.svc.local",
+        TUNNEL_AGENT_DEFAULT_ROUTE="true",
+        TUNNEL_AGENT_PRIORITY="1",
+    )
+    assert agent(programs, result) == AgentConfig(
+        (Target("a", 1), Target("b", 2)),
+        "edge-7",
+        Claims((Identifier("host", "db"), Identifier("suffix", ".svc.local")), default_route=True, priority=1),
+    )
+
+
+def test_every_key_of_an_agents_file_is_a_flag(programs: Programs, type_: Type, tmp_path: Path) -> None:
+    file = tmp_path / "tunnel.toml"
+    file.write_text(
+        '[agent]\nserver = ["a:1", "b:2"]\nname = "edge-7"\nidentifier = ["host=db", "suffix=.svc.local"]\n'
+        "default-route = true\npriority = 1\n"
+    )
+    assert agent(programs, type_(f"--config {file} agent")) == AgentConfig(
+        (Target("a", 1), Target("b", 2)),
+        "edge-7",
+        Claims((Identifier("host", "db"), Identifier("suffix", ".svc.local")), default_route=True, priority=1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('server = "a:1"', ["agent.server", "'a:1'", "a list of texts"]),
+        ('identifier = "host=db"', ["agent.identifier", "'host=db'", "a list of texts"]),
+        ('identifier = ["db"]', ["--identifier", "'db'", "host=..."]),
+        ('priority = "1"', ["agent.priority", "'1'", "a whole number"]),
+    ],
+)
+def test_a_bad_value_in_an_agents_file_ends_in_exit_2(type_: Type, tmp_path: Path, line: str, words: list[str]) -> None:
+    file = tmp_path / "tunnel.toml"
+    file.write_text(f"[agent]\n{line}\n")
+    result = type_(f"--config {file} agent --name edge-7" + ("" if line.startswith("server") else " --server a:1"))
+    assert result.exit_code == 2
+    assert all(word in result.stderr for word in words), result.stderr
+
+
+def test_claims_that_are_too_long_together_end_in_exit_2(programs: Programs, type_: Type) -> None:
+    identifiers = " ".join(f"--identifier host=database-{number}.internal.example" for number in range(100))
+    result = type_(f"agent --server a:1 {identifiers}")
+    assert result.exit_code == 2
+    assert "100 identifiers are longer than 2048 bytes together" in result.stderr
+    assert programs.started == []
+
+
+def test_a_server_takes_its_strategies_and_how_many_servers_there_are(programs: Programs, type_: Type) -> None:
+    config = server(programs, type_("server --strategy default,destHost --server-count 3"))
+    assert (config.strategies, config.server_count) == (("default", "destHost"), 3)
+
+
+def test_strategies_and_server_count_may_come_from_a_file(programs: Programs, type_: Type, tmp_path: Path) -> None:
+    file = tmp_path / "tunnel.toml"
+    file.write_text('[server]\nstrategy = "defaultRoute"\nserver-count = 3\n')
+    config = server(programs, type_(f"--config {file} server"))
+    assert (config.strategies, config.server_count) == (("defaultRoute",), 3)
+
+
+def test_a_forward_may_name_its_agent(programs: Programs, type_: Type) -> None:
+    (forward,) = server(programs, type_("server --forward 5432=db:5432@edge-7")).forwards
+    assert forward == Forward(ListenAddress("127.0.0.1", 5432), Target("db", 5432), "edge-7")
 
 
 def test_the_demo_starts(programs: Programs, type_: Type) -> None:
@@ -155,8 +241,8 @@ def test_a_required_flag_may_come_from_a_file_named_by_a_variable(
     programs: Programs, type_: Type, tmp_path: Path
 ) -> None:
     file = tmp_path / "tunnel.toml"
-    file.write_text('[agent]\nserver = "a:1"\n')
-    assert agent(programs, type_("agent", TUNNEL_CONFIG=str(file))).server == Target("a", 1)
+    file.write_text('[agent]\nserver = ["a:1"]\n')
+    assert agent(programs, type_("agent", TUNNEL_CONFIG=str(file))).servers == (Target("a", 1),)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +272,15 @@ def test_flag_goes_before_variable_and_variable_before_file(
         ("server --log-level loud", ["--log-level", "'loud'", "'warning'"]),
         ("agent --server a:0", ["--server", "'a:0'", "1 to 65535"]),
         ("agent --server a:1 --name \x1b", ["--name", "'\\x1b'", "printable"]),
+        ("agent --server a:1 --server a:0", ["--server", "'a:0'", "1 to 65535"]),
+        ("agent --server a:1 --identifier db", ["--identifier", "'db'", "host=..."]),
+        ("agent --server a:1 --identifier cidr=10.0.0.1/8", ["--identifier", "host bits", "cidr=10.1.0.0/16"]),
+        ("agent --server a:1 --priority 100", ["--priority", "100", "0<=x<=99"]),
+        ("agent --server a:1 --priority first", ["--priority", "'first'", "integer"]),
+        ("server --strategy destHost,nearest", ["--strategy", "'destHost,nearest'", "destHost,defaultRoute,default"]),
+        ("server --strategy default,default", ["--strategy", "'default,default'", "at most once"]),
+        ("server --server-count 0", ["--server-count", "0", "x>=1"]),
+        ("server --forward 5432=a:1@", ["--forward", "''", "agent name"]),
         ("agent", ["Missing option", "--server"]),
         ("sever", ["No such command 'sever'"]),
         ("server --conect off", ["--conect", "--connect"]),

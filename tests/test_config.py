@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunnel.address import Forward, ListenAddress, Target
-from tunnel.config import AgentConfig, ServerConfig, load_file, parse_duration
+from tunnel.address import ListenAddress, Target
+from tunnel.config import AgentConfig, Forward, ServerConfig, load_file, parse_duration
 from tunnel.errors import ConfigError
 
 KNOWN: dict[str, dict[str, type]] = {
-    "server": {"listen": str, "forward": list, "insecure": bool, "dial-timeout": str},
-    "agent": {"server": str},
+    "server": {"listen": str, "forward": list, "insecure": bool, "dial-timeout": str, "server-count": int},
+    "agent": {"server": list},
 }
 
 
@@ -64,13 +64,18 @@ def test_no_front_end_is_no_exposure() -> None:
 
 @pytest.mark.parametrize("name", ["a", "node-1.example", "Zürich", "x" * 128])
 def test_an_agent_name_is_printable(name: str) -> None:
-    assert AgentConfig(Target("server", 7400), name).name == name
+    assert AgentConfig((Target("server", 7400),), name).name == name
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a\tb", "a\n", "\x1b[2J", "a\u00a0b", "\u202e", "x" * 129])
 def test_what_is_no_agent_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="agent name; taken"):
-        AgentConfig(Target("server", 7400), name)
+        AgentConfig((Target("server", 7400),), name)
+
+
+def test_an_agent_needs_a_server() -> None:
+    with pytest.raises(ConfigError, match="no server is given; taken: one or more HOST:PORT"):
+        AgentConfig((), "edge-1")
 
 
 @pytest.mark.parametrize(
@@ -116,10 +121,10 @@ def test_no_text_is_an_infinite_or_negative_duration(text: str) -> None:
 
 
 def test_a_file_gives_what_it_says(file: Path) -> None:
-    file.write_text('[server]\nlisten = "1"\nforward = ["2=a:3"]\ninsecure = true\n[agent]\nserver = "a:1"\n')
+    file.write_text('[server]\nlisten = "1"\nforward = ["2=a:3"]\ninsecure = true\n[agent]\nserver = ["a:1"]\n')
     assert load_file(file, KNOWN) == {
         "server": {"listen": "1", "forward": ["2=a:3"], "insecure": True},
-        "agent": {"server": "a:1"},
+        "agent": {"server": ["a:1"]},
     }
 
 
@@ -144,6 +149,8 @@ def test_an_unknown_key_like_no_other_is_answered_with_all(file: Path) -> None:
         ('insecure = "yes"', "true or false"),
         ('forward = "1=a:2"', "a list of texts"),
         ("forward = [1]", "a list of texts"),
+        ('server-count = "3"', "a whole number"),
+        ("server-count = true", "a whole number"),
     ],
 )
 def test_a_value_of_another_type_is_refused_with_the_right_one(file: Path, line: str, taken: str) -> None:

@@ -98,14 +98,14 @@ class Bag(Generic[T]):
 class Pool(Generic[M]):
     """The backends of one state under one key and priority."""
 
-    __slots__ = ("_by_name", "_names")
+    __slots__ = ("_bags", "_by_name")
 
     def __init__(self) -> None:
-        self._names: Bag[str] = Bag()
+        self._bags: Bag[Bag[M]] = Bag()  # one for each name
         self._by_name: dict[str, Bag[M]] = {}
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._by_name)
 
     def __iter__(self) -> Iterator[M]:
         for bag in self._by_name.values():
@@ -116,7 +116,7 @@ class Pool(Generic[M]):
         bag = self._by_name.get(member.name)
         if bag is None:
             bag = self._by_name[member.name] = Bag()
-            self._names.add(member.name)
+            self._bags.add(bag)
         bag.add(member)
 
     def remove(self, member: M) -> None:
@@ -125,14 +125,14 @@ class Pool(Generic[M]):
         bag.remove(member)
         if not bag:
             del self._by_name[member.name]
-            self._names.remove(member.name)
+            self._bags.remove(bag)
 
     def pick(self) -> M:
         """The better of two. The pool must not be empty."""
-        one, other = self._names.two()
+        one, other = self._bags.two()
         if one is other:
-            return _better(*self._by_name[one].two())
-        return _better(_better(*self._by_name[one].two()), _better(*self._by_name[other].two()))
+            return _better(*one.two())
+        return _better(_better(*one.two()), _better(*other.two()))
 
     def pick_besides(self, instance: str) -> M | None:
         """The same, but not of this instance; None if there is no other."""
