@@ -22,6 +22,8 @@ from typing import ClassVar, Self
 from tunnel.errors import AddressError
 
 _IDENTIFIER_KINDS = ("host", "ipv4", "ipv6", "cidr", "suffix")
+_NETWORK = "cidr=NETWORK/BITS, like cidr=10.1.0.0/16"
+_WRAPPED_BITS = 96  # the prefix that wraps an IPv4 address into an IPv6 one
 _HOST = "a name, an IPv4 address like 192.0.2.1 or an IPv6 address like 2001:db8::1"
 
 _LONGEST_NAME = 253
@@ -140,7 +142,7 @@ class Identifier:
         if kind not in _IDENTIFIER_KINDS:
             raise _refusal(text, "is not an identifier", ", ".join(f"{known}=..." for known in _IDENTIFIER_KINDS))
         if kind == "suffix":
-            return cls(kind, f".{_canonical_name(text, value.removeprefix('*').removeprefix('.'))}")
+            return cls(kind, f".{_canonical_name(text, value.removeprefix('*.').removeprefix('.'))}")
         if kind == "cidr":
             return cls(kind, str(_network(text, value)))
         host = canonical_host(value)
@@ -171,9 +173,16 @@ def _canonical_name(text: str, value: str) -> str:
 
 def _network(text: str, value: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
     try:
-        return ipaddress.ip_network(value)
+        network = ipaddress.ip_network(value)
     except ValueError as error:
-        raise _refusal(text, f"is not a network ({error})", "cidr=NETWORK/BITS, like cidr=10.1.0.0/16") from None
+        what = "has host bits set" if "host bits set" in str(error) else "is not a network"
+        raise _refusal(text, what, _NETWORK) from None
+    if isinstance(network, ipaddress.IPv4Network):
+        return network
+    if network.network_address.scope_id:
+        raise _refusal(text, "has a zone id, which means nothing on another machine", _NETWORK)
+    wrapped = network.network_address.ipv4_mapped if network.prefixlen >= _WRAPPED_BITS else None
+    return network if wrapped is None else ipaddress.IPv4Network((wrapped, network.prefixlen - _WRAPPED_BITS))
 
 
 def _refusal(text: str, why: str, taken: str) -> AddressError:
