@@ -23,7 +23,8 @@ _labels = st.from_regex(r"[a-z_][a-z0-9_-]{0,20}", fullmatch=True)
 _names = st.lists(_labels, min_size=1, max_size=4).map(".".join)
 _addresses = st.ip_addresses().map(str).filter(lambda text: "%" not in text)
 _v4_networks = st.tuples(st.ip_addresses(v=4), st.integers(0, 32))
-_v6_networks = st.tuples(st.ip_addresses(v=6), st.integers(0, 128)).filter(lambda pair: pair[0].scope_id is None)
+_plain_v6 = st.ip_addresses(v=6).filter(lambda ip: ip.scope_id is None and ip.ipv4_mapped is None)
+_v6_networks = st.tuples(_plain_v6, st.integers(0, 128))
 _networks = (_v4_networks | _v6_networks).map(lambda pair: str(ipaddress.ip_network(pair, strict=False)))
 _identifiers = st.one_of(
     st.builds("host={}".format, _names | _addresses),

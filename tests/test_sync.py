@@ -432,6 +432,21 @@ async def test_a_server_that_is_never_there_is_looked_for_ever_more_slowly(
     await until(lambda: site.linked_to(*servers), 600)
 
 
+async def test_a_long_search_does_not_slow_down_the_next(
+    nursery: trio.Nursery, autojump_clock: MockClock, world: World
+) -> None:
+    servers = [FakeServer(3) for _ in range(2)]
+    world.add("all", servers)
+    site = await started(nursery, world, "all")
+    await trio.sleep(HOUR)
+    servers.append(FakeServer(3))
+    await until(lambda: site.linked_to(*servers), 600)
+    for _ in range(10):
+        servers[0].drop_links()
+        await until(lambda: site.linked_to(*servers), 5)
+        await trio.sleep(10)
+
+
 async def test_a_count_told_live_raises_what_is_wanted(
     nursery: trio.Nursery, autojump_clock: MockClock, world: World
 ) -> None:
@@ -888,6 +903,7 @@ async def test_an_agent_that_drains_comes_back_draining_and_never_active(nursery
     server, where = await real_server(nursery)
     agent = Agent(AgentConfig((where,), "edge"))
     await nursery.start(agent.run)
+    await agent.linked.wait()
     backend = await backend_of(server)
     await agent.drain("admin")
     assert (backend.state.value, server.backends.active) == ("draining", 0)

@@ -217,13 +217,16 @@ class Backends:
 
     def remove(self, backend: Backend) -> None:
         """Its link has ended. No effect on one that is GONE."""
-        if backend.state is not BackendState.GONE:
-            self._enter(backend, BackendState.GONE)
-            if self._instances.get(backend.instance) is backend:
-                del self._instances[backend.instance]
-            log.info(
-                "agent gone", agent=backend.name, instance=backend.instance, agents=len(self), cause=backend.link.why
-            )
+        if backend.state is BackendState.GONE:
+            return
+        was_active = backend.state is BackendState.ACTIVE
+        self._enter(backend, BackendState.GONE)
+        if self._instances.get(backend.instance) is backend:
+            del self._instances[backend.instance]
+        cause = backend.link.why
+        log.info("agent gone", agent=backend.name, instance=backend.instance, agents=len(self), cause=cause)
+        if was_active:
+            self._warn_if_fallback_only()
 
     def mark(self, backend: Backend, *, final: bool = False) -> None:
         """Avoid it: ACTIVE -> DRAINING; or, ``final``, use it no more. No way back from FINAL or GONE."""
@@ -233,8 +236,12 @@ class Backends:
             self._enter(backend, wanted)
             if was_active:
                 log.info("backend draining", agent=backend.name, instance=backend.instance, left_active=self.active)
-                if not self.active:
-                    log.warning("no active backend left", draining=self._states[BackendState.DRAINING])
+                self._warn_if_fallback_only()
+
+    def _warn_if_fallback_only(self) -> None:
+        draining = self._states[BackendState.DRAINING]
+        if draining and not self.active:
+            log.warning("no active backend left", draining=draining)
 
     def unmark(self, backend: Backend) -> None:
         """DRAINING -> ACTIVE. No effect in any other state."""

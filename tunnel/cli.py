@@ -161,7 +161,7 @@ def program() -> None:
     type=click.IntRange(1),
     metavar="N",
     default=_DEFAULTS.server_count,
-    help="How many servers there are in all; agents link to each.",
+    help="How many servers there are behind each name that agents dial; they link to each.",
 )
 @_option("--insecure", is_flag=True, help="Serve addresses that others can reach, though nobody proves who they are.")
 @_log_options

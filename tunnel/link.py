@@ -272,6 +272,8 @@ class Link:
             await self.close("protocol", str(error), error)
 
     def _shake_hands(self, packet: Packet) -> None:
+        if self.why is not None:  # it came with the bytes that were received last
+            return
         answer = self._handshake.receive(packet)
         if answer is not None:
             self.session.send_control(answer)

@@ -5,8 +5,8 @@
 Rules that hold here:
 
 - Adding, removing, moving and choosing cost the same with ten members and with a hundred thousand.
-- An agent's name has one share, however many links are under it. Among two names, and among two backends of a name,
-  the one with fewer open streams is the better; ties are random.
+- An agent's name has one share, however many links are under it. Of two names the one that carries fewer streams in
+  all is the better, of two links of a name the one with fewer; ties are random.
 - A lower-priority tier is looked at only when no tier above it has a member in the state that is asked for.
 
 This file must not know strategies, targets, or what a backend is beyond its name, instance, state and open streams.
@@ -130,9 +130,12 @@ class Pool(Generic[M]):
     def pick(self) -> M:
         """The better of two. The pool must not be empty."""
         one, other = self._bags.two()
+        mine = _better(*one.two())
         if one is other:
-            return _better(*one.two())
-        return _better(_better(*one.two()), _better(*other.two()))
+            return mine
+        theirs = _better(*other.two())
+        # A name's links carry about as much as each other; what counts is the load of the whole name.
+        return mine if mine.streams * len(one) <= theirs.streams * len(other) else theirs
 
     def pick_besides(self, instance: str) -> M | None:
         """The same, but not of this instance; None if there is no other."""

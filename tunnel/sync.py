@@ -11,7 +11,8 @@ Rules that hold here:
 - Names are resolved again at every attempt. At most one attempt per address is in progress, back-off included.
 - Failures back off with full jitter, capped, and start anew after a link was stable. Duplicates have a back-off of
   their own, short and slowly growing: behind a random balancer the missing server is a few tries away.
-- A link that ends is restored; one whose server is no longer counted, or no longer in the name, is not.
+- A link that ends is restored while the address that led there is in the name, or fewer servers are linked than there
+  are; one whose server is gone from both is not. Links that are up are never given up.
 - While DRAINING lost links are restored, still draining, and no more are made than there were.
 - Everything waits for events: a link that ended, an attempt that is over, a count that changed.
 
