@@ -41,6 +41,8 @@ class Limits:
         body_before_auth: longest frame body taken before the handshake is done.
         body: longest frame body taken after it.
         first_window: what may be sent on a new stream before credit comes back.
+        window: what that may grow to on a stream that would be faster with more.
+        spare_window: what all streams of a link together may have beyond their first windows.
         high_water: queued DATA per link above which the sockets of that link are not read.
         head: longest CONNECT request head.
     """
@@ -48,6 +50,8 @@ class Limits:
     body_before_auth: int = 4 * 1024
     body: int = 1024 * 1024
     first_window: int = 512 * 1024
+    window: int = 16 * 1024 * 1024
+    spare_window: int = 64 * 1024 * 1024
     high_water: int = 1024 * 1024
     head: int = 16 * 1024
 

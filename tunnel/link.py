@@ -36,7 +36,7 @@ from tunnel.errors import (
     RemoteProtocolError,
     TunnelError,
 )
-from tunnel.frames import Close, Decoder, DialReq, Packet, Ping, Pong, Welcome
+from tunnel.frames import Close, Decoder, DialReq, Packet, Ping, Welcome
 from tunnel.handshake import Handshake, Identity
 from tunnel.session import Session, Stream
 from tunnel.stream import TunnelStream
@@ -101,6 +101,8 @@ class Link:
         self.session = Session(
             opener=False,
             window=limits.first_window,
+            most_window=limits.window,
+            spare=limits.spare_window,
             on_dial=self._dialled,
             on_control=self._control,
             on_streams=partial(setattr, self.open_streams, "value"),
@@ -298,7 +300,7 @@ class Link:
         elif isinstance(packet, Welcome):
             self._handshake.recount(packet)
             self._on_control(packet)
-        elif not isinstance(packet, Pong):  # which has done its work by being heard
+        else:
             self._on_control(packet)
 
     async def _keep_alive(self) -> None:
@@ -312,8 +314,8 @@ class Link:
             if misses == _MISSES:
                 seconds = self._timeouts.keepalive * _MISSES
                 self._end(LinkClosed(f"nothing was heard for {seconds:g} s"))
-            token += 1
-            self.session.send_control(Ping(token & 0xFFFF))
+            token = token % 0xFFFF + 1
+            self.session.send_control(Ping(token))
             self.flush()
 
     # -- streams

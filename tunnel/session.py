@@ -14,6 +14,9 @@ Rules that hold here:
 - Only one side of a link opens streams. Ids grow, and are never used again.
 - A sender never has more bytes on their way than the receiver gave credit for; a receiver that sees more ends the
   link. Credit goes back when a sink says the bytes were *consumed*, half a window at a time.
+- A window that is what bounds its stream doubles, up to a limit and within what the link has to spare. That is so if
+  the sink was waiting for bytes, and the peer had used up all its credit before more of it arrived. A PING goes along
+  with the credit to tell: what comes ahead of the PONG was sent without it.
 - Control packets go out before DATA. DATA of all streams takes turns, frame by frame. EOF stays behind the DATA of
   its stream; a reset throws that DATA away.
 - DATA for a stream that is not there is answered by one CLOSE and dropped.
@@ -49,6 +52,7 @@ _JOIN_BELOW = 8 * 1024  # header and payload of a frame this small are one buffe
 _MAX_BUFFERS = 512  # per take; systems refuse more than 1024 in one gather list
 _REMEMBERED = 1024  # ids for which a CLOSE was sent lately: their late DATA needs no further answer
 _MAX_CREDIT = 1 << 31
+_PROBE = 0  # the token of a PING that measures; keepalive counts from 1
 
 Frame = tuple[bytes, ...]
 OnAnswer = Callable[[DialError | None], None]
@@ -92,11 +96,12 @@ class Stream:
         id: its number on this link.
         state: see the head of this file.
         credit: bytes that may be sent now.
+        window: bytes the peer may have on their way.
     """
 
     __slots__ = (
         "_answer", "_frames", "_held", "_sink", "_unreturned", "_window_left", "credit", "id", "session", "state",
-        "why",
+        "why", "window",
     )  # fmt: skip
 
     def __init__(self, session: Session, number: int, credit: int) -> None:
@@ -105,7 +110,8 @@ class Stream:
         self.state = State.DIALLING
         self.credit = credit
         self.why: tuple[str, str] | None = None  # of the reset, if there was one
-        self._window_left = session.window
+        self.window = session.first_window
+        self._window_left = session.first_window
         self._unreturned = 0
         self._sink: Sink | None = None
         self._held: bytearray | None = None
@@ -125,7 +131,7 @@ class Stream:
         """
         self._check_answering()
         self.state = State.OPEN
-        self.session.send_control(DialRsp(self.id, "ok", "", self.session.window))
+        self.session.send_control(DialRsp(self.id, "ok", "", self.window))
 
     def refuse(self, error: DialError) -> None:
         """DIALLING -> CLOSED: there will be no stream.
@@ -228,10 +234,21 @@ class Stream:
     def consumed(self, size: int) -> None:
         """So many received bytes are gone for good: give credit back, half a window at a time."""
         self._unreturned += size
-        if self._unreturned >= self.session.half_window and self.state in _MAY_RECEIVE:
-            self._window_left += self._unreturned
-            self.session.send_control(Credit(self.id, self._unreturned))
+        if self._unreturned * 2 >= self.window and self.state in _MAY_RECEIVE:
+            left, sink_waits = self._window_left, self._window_left + self._unreturned == self.window
+            self._give_credit(self._unreturned)
             self._unreturned = 0
+            if sink_waits:
+                self.session.probe(self, left)
+
+    def grow(self, size: int) -> None:
+        """For the session: let the peer have so many bytes more on their way from now on."""
+        self.window += size
+        self._give_credit(size)
+
+    def _give_credit(self, size: int) -> None:
+        self._window_left += size
+        self.session.send_control(Credit(self.id, size))
 
     def receive_data(self, data: memoryview) -> None:
         """For the session."""
@@ -241,6 +258,8 @@ class Stream:
         if size > self._window_left:
             raise RemoteProtocolError(f"DATA of {size} bytes for stream {self.id}, with credit for {self._window_left}")
         self._window_left -= size
+        if self.session.probed is self:
+            self.session.probed_left -= size
         if self._sink is not None:
             self._sink.on_data(data)
         elif self._held is None:
@@ -311,6 +330,8 @@ class Session:
     Args:
         opener: whether this side opens streams.
         window: bytes each stream's peer may send unasked.
+        most_window: what a stream's window may grow to.
+        spare: bytes that all windows of the link together may grow by.
         on_dial: called with each new stream in DIALLING state and its DIAL_REQ; never on an opener.
         on_control: called with each packet that is about the link: Ping is answered here, all others are passed on.
         on_streams: called with the number of streams whenever it changes.
@@ -324,13 +345,18 @@ class Session:
         *,
         opener: bool,
         window: int,
+        most_window: int = 0,
+        spare: int = 0,
         on_dial: Callable[[Stream, DialReq], None],
         on_control: Callable[[Packet], None],
         on_streams: Callable[[int], None],
     ) -> None:
         self.opener = opener
-        self.window = window
-        self.half_window = (window + 1) // 2
+        self.first_window = window
+        self.probed: Stream | None = None  # whose window is being looked at
+        self.probed_left = 0  # what its peer may still send without the credit that the PING goes along with
+        self._most_window = most_window
+        self._spare = spare
         self.queued = 0
         self.ready: deque[Stream] = deque()  # streams with frames, in the order of their turns
         self._on_dial = on_dial
@@ -365,7 +391,7 @@ class Session:
             raise LinkLost("all stream ids of the link were used")
         stream = self._add(self._last_id + 1, 0)
         stream.on_answer(on_answer)
-        self.send_control(DialReq(stream.id, host, port, self.window, min(ms, MAX_U32), options))
+        self.send_control(DialReq(stream.id, host, port, stream.window, min(ms, MAX_U32), options))
         return stream
 
     def send_control(self, packet: Packet) -> None:
@@ -393,6 +419,7 @@ class Session:
     def forget(self, stream: Stream) -> None:
         """For a stream that closed."""
         if self._streams.pop(stream.id, None) is not None:
+            self._spare += stream.window - self.first_window
             self._on_streams(len(self._streams))
 
     # -- what is to be sent
@@ -481,6 +508,20 @@ class Session:
     def _receive_hello(self, packet: Hello) -> None:
         raise RemoteProtocolError("HELLO after the handshake")
 
+    def probe(self, stream: Stream, left: int) -> None:
+        """For a stream that returns credit, and whose peer had ``left`` before: is it the window that bounds it?"""
+        if self.probed is None and self._spare and stream.window < self._most_window:
+            self.probed, self.probed_left = stream, left
+            self.send_control(Ping(_PROBE))
+
+    def _receive_pong(self, packet: Pong) -> None:
+        if packet.token == _PROBE:
+            stream, self.probed = self.probed, None
+            if stream is not None and not self.probed_left and stream.state in _MAY_RECEIVE:
+                size = min(stream.window, self._most_window - stream.window, self._spare)
+                self._spare -= size
+                stream.grow(size)
+
     def _receive_ping(self, packet: Ping) -> None:
         self.send_control(Pong(packet.token))
 
@@ -492,5 +533,6 @@ _HANDLERS: dict[type[Packet], Callable[[Session, Any], None]] = {
     Close: Session._receive_close,
     Credit: Session._receive_credit,
     Ping: Session._receive_ping,
+    Pong: Session._receive_pong,
     Hello: Session._receive_hello,
 }
