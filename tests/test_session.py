@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, precondition, rule
 
@@ -73,13 +73,15 @@ class Sink:
 class Side:
     """One session, with everything it says remembered."""
 
-    def __init__(self, *, opener: bool, window: int = WINDOW) -> None:
+    def __init__(self, *, opener: bool, window: int = WINDOW, most_window: int = 0, spare: int = 0) -> None:
         self.dialled: list[tuple[Stream, DialReq]] = []
         self.control: list[Packet] = []
         self.counts: list[int] = []
         self.session = Session(
             opener=opener,
             window=window,
+            most_window=most_window,
+            spare=spare,
             on_dial=lambda stream, request: self.dialled.append((stream, request)),
             on_control=self.control.append,
             on_streams=self.counts.append,
@@ -104,9 +106,9 @@ def _decode(data: bytes) -> list[Seen]:
 class Pair:
     """An opener and an acceptor, and the two ways between them."""
 
-    def __init__(self, *, window: int = WINDOW) -> None:
-        self.opener = Side(opener=True, window=window)
-        self.acceptor = Side(opener=False, window=window)
+    def __init__(self, **windows: int) -> None:
+        self.opener = Side(opener=True, **windows)
+        self.acceptor = Side(opener=False, **windows)
 
     def pump(self) -> None:
         """Carry everything both ways until nobody has anything to send."""
@@ -618,6 +620,132 @@ def test_credit_may_reach_its_bound_and_not_pass_it() -> None:
         side.receive(Credit(1, 1))
 
 
+# -- windows that grow
+
+
+def _growing(most: int = 4 * WINDOW, spare: int = ALL) -> tuple[Side, Stream]:
+    """An acceptor whose windows grow, with one open stream; its sink has taken the first half of a window."""
+    side = Side(opener=False, most_window=most, spare=spare)
+    side.receive(DialReq(1, "x", 1, WINDOW, 1, {}))
+    stream = side.dialled[0][0]
+    stream.accept()
+    side.takes()
+    side.session.receive_data(1, memoryview(bytes(WINDOW // 2)))
+    return side, stream
+
+
+def test_a_window_that_its_peer_used_up_while_the_sink_waited_doubles() -> None:
+    side, stream = _growing()
+    stream.consumed(WINDOW // 2)
+    assert side.takes() == [Credit(1, WINDOW // 2), Ping(0)]
+    side.session.receive_data(1, memoryview(bytes(WINDOW // 2)))
+    side.receive(Pong(0))
+    assert side.takes() == [Credit(1, WINDOW)]
+    assert stream.window == 2 * WINDOW
+
+
+def test_a_window_whose_peer_had_credit_left_stays() -> None:
+    side, stream = _growing()
+    stream.consumed(WINDOW // 2)
+    side.takes()
+    side.session.receive_data(1, memoryview(bytes(WINDOW // 2 - 1)))
+    side.receive(Pong(0))
+    assert side.takes() == []
+    assert stream.window == WINDOW
+
+
+def test_a_window_whose_sink_is_behind_is_not_looked_at() -> None:
+    side, stream = _growing()
+    side.session.receive_data(1, memoryview(b"x"))
+    stream.consumed(WINDOW // 2)
+    assert side.takes() == [Credit(1, WINDOW // 2)]
+
+
+def _use_up(side: Side, stream: Stream) -> None:
+    """Arrive and be consumed, so that the window has every reason to grow."""
+    half = (stream.window + 1) // 2
+    side.session.receive_data(stream.id, memoryview(bytes(half)))
+    stream.consumed(half)
+    side.session.receive_data(stream.id, memoryview(bytes(stream.window - half)))
+    side.receive(Pong(0))
+    stream.consumed(stream.window - half)
+    side.takes()
+
+
+def test_a_window_grows_up_to_its_limit() -> None:
+    side = Side(opener=False, most_window=3 * WINDOW, spare=ALL)
+    side.receive(DialReq(1, "x", 1, WINDOW, 1, {}))
+    stream = side.dialled[0][0]
+    stream.accept()
+    windows = []
+    for _ in range(3):
+        stream._unreturned, stream._window_left = 0, stream.window
+        _use_up(side, stream)
+        windows.append(stream.window)
+    assert windows == [2 * WINDOW, 3 * WINDOW, 3 * WINDOW]
+
+
+def test_windows_grow_within_what_the_link_has_to_spare_and_give_it_back() -> None:
+    side, stream = _growing(spare=WINDOW // 4)
+    stream.consumed(WINDOW // 2)
+    side.session.receive_data(1, memoryview(bytes(WINDOW // 2)))
+    side.receive(Pong(0))
+    assert stream.window == WINDOW + WINDOW // 4
+    assert side.session._spare == 0
+    stream.reset("cancelled", "")
+    assert side.session._spare == WINDOW // 4
+
+
+def test_one_window_is_looked_at_at_a_time() -> None:
+    side, stream = _growing()
+    side.receive(DialReq(2, "x", 1, WINDOW, 1, {}))
+    other = side.dialled[1][0]
+    other.accept()
+    stream.consumed(WINDOW // 2)
+    side.session.receive_data(2, memoryview(bytes(WINDOW // 2)))
+    other.consumed(WINDOW // 2)
+    assert [packet for packet in side.takes() if isinstance(packet, Ping)] == [Ping(0)]
+
+
+def test_a_stream_that_ended_meanwhile_gets_nothing() -> None:
+    side, stream = _growing()
+    stream.consumed(WINDOW // 2)
+    side.session.receive_data(1, memoryview(bytes(WINDOW // 2)))
+    stream.reset("cancelled", "")
+    side.takes()
+    side.receive(Pong(0))
+    assert side.takes() == []
+
+
+def test_an_answer_that_nobody_asked_for_changes_nothing() -> None:
+    side, stream = _growing()
+    side.receive(Pong(0))
+    assert side.takes() == []
+    assert stream.window == WINDOW
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, WINDOW), st.booleans()), max_size=60))
+def test_growing_windows_neither_lose_nor_invent_credit(steps: list[tuple[int, int, bool]]) -> None:
+    pair = Pair(most_window=8 * WINDOW, spare=10 * WINDOW)
+    ends = [pair.joined()[:2] for _ in range(3)]
+    behind = [0, 0, 0]
+    for number, size, keeps_up in steps:
+        near, far = ends[number]
+        for _ in range(4):
+            if part := min(size, near.credit):
+                near.send(bytes(part))
+                behind[number] += part
+        pair.pump()
+        if keeps_up:
+            far.consumed(behind[number])
+            behind[number] = 0
+        pair.pump()
+    for (near, far), late in zip(ends, behind, strict=True):
+        assert near.credit == far._window_left == far.window - far._unreturned - late
+        assert WINDOW <= far.window <= 8 * WINDOW
+    assert sum(far.window - WINDOW for _, far in ends) + pair.acceptor.session._spare == 10 * WINDOW
+
+
 # -- sinks that come late
 
 
@@ -916,7 +1044,7 @@ def test_a_ping_is_answered_ahead_of_data() -> None:
 
 @pytest.mark.parametrize(
     "packet",
-    [Close(0, "leaving", "goodbye"), Pong(1), Drain(1, "soft", "signal", 1, 0), DrainAck(1, "soft")],
+    [Close(0, "leaving", "goodbye"), Drain(1, "soft", "signal", 1, 0), DrainAck(1, "soft")],
     ids=repr,
 )
 def test_packets_about_the_link_are_passed_on(packet: Packet) -> None:

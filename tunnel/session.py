@@ -333,7 +333,7 @@ class Session:
         most_window: what a stream's window may grow to.
         spare: bytes that all windows of the link together may grow by.
         on_dial: called with each new stream in DIALLING state and its DIAL_REQ; never on an opener.
-        on_control: called with each packet that is about the link: Ping is answered here, all others are passed on.
+        on_control: called with each packet that is about the link, but for PING and PONG, which are dealt with here.
         on_streams: called with the number of streams whenever it changes.
 
     Attributes:
