@@ -19,7 +19,7 @@ import trio
 from tunnel.address import ListenAddress, Target
 from tunnel.agent import Agent
 from tunnel.config import AgentConfig, ServerConfig
-from tunnel.errors import TunnelError
+from tunnel.errors import TunnelError, first_of
 from tunnel.lifecycle import Phase
 from tunnel.server import Server
 
@@ -172,11 +172,5 @@ def run() -> int:
     try:
         code = trio.run(_main)
     except* DemoFailed as group:
-        print(f"--> the demo failed: {_first(group)}")
+        print(f"--> the demo failed: {first_of(group)}")
     return code
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -175,3 +175,10 @@ def dial_error(code: str, text: str) -> DialError:
     if kind is None:
         return DialProtocolError(f"{text} ({code})")
     return kind(text)
+
+
+def first_of(error: BaseException) -> BaseException:
+    """The first error of a group, however deep; any other error itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

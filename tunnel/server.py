@@ -20,7 +20,7 @@ from tunnel import logs
 from tunnel.address import ListenAddress
 from tunnel.backends import Backend, Backends
 from tunnel.config import ServerConfig
-from tunnel.errors import ConfigError, HandshakeRefused, LinkClosed, RemoteProtocolError
+from tunnel.errors import ConfigError, HandshakeRefused, LinkClosed, RemoteProtocolError, first_of
 from tunnel.frontends import FrontEnds
 from tunnel.handshake import AcceptingHandshake, Identity, welcome
 from tunnel.lifecycle import Lifecycle, live
@@ -138,11 +138,11 @@ class Server:
         try:
             await self._run_link(sock)
         except* HandshakeRefused as group:
-            log.debug("link refused", cause=group.exceptions[0])
+            log.debug("link refused", cause=first_of(group))
         except* LinkClosed as group:  # also whoever only looks whether the port is open
-            log.info("link refused", cause=group.exceptions[0])
+            log.info("link refused", cause=first_of(group))
         except* RemoteProtocolError as group:
-            log.warning("link refused", cause=group.exceptions[0])
+            log.warning("link refused", cause=first_of(group))
         except* Exception:
             log.exception("fault in a link")
 
@@ -170,11 +170,5 @@ def run(config: ServerConfig) -> int:
     try:
         code = trio.run(live, Server(config).life)
     except* BindError as group:
-        log.error("cannot start", cause=_first(group))
+        log.error("cannot start", cause=first_of(group))
     return code
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
