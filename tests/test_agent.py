@@ -83,7 +83,7 @@ class RawServer:
         port = listener.socket.getsockname()[1]
         limits = Limits(high_water=1 << 30)
         door = Target("127.0.0.1", port)
-        self.agent = Agent(AgentConfig((door,), "one", dial_timeout=1000.0, limits=limits, timeouts=PROMPT))
+        self.agent = Agent(AgentConfig((door,), "one", limits=limits, timeouts=PROMPT))
         self.received = 0
         self._listener = listener
         self._packets: list[Packet] = []

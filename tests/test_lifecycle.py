@@ -39,6 +39,10 @@ class Program:
         self._note("tell")
         await trio.sleep(self.tell_takes)
 
+    @property
+    def unsent(self) -> bool:
+        return not self.settled.is_set()
+
     async def settle(self) -> None:
         await self.settled.wait()
 
@@ -167,6 +171,15 @@ class TestLeaving:
             assert life.phase.value is Phase.LEAVING
             program.settled.set()
         assert life.exit_code == 0
+
+    async def test_a_cut_while_bytes_are_left_on_links_is_no_clean_exit(
+        self, autojump_clock: MockClock, life: Lifecycle, program: Program
+    ) -> None:
+        program.settled = trio.Event()
+        async with trio.open_nursery() as nursery:
+            await nursery.start(life.run)
+            life.leave()
+        assert life.exit_code == 3
 
     async def test_cuts_when_the_budget_is_spent(
         self, autojump_clock: MockClock, life: Lifecycle, program: Program, handlers: Handlers

@@ -339,6 +339,17 @@ class TestCongestion:
             await far.receive_some()
         assert calls == [0, 1, 2]
 
+    async def test_whoever_waits_for_room_is_called_when_a_reset_empties_the_queue(
+        self, tcp_pair: TcpPair, nursery: trio.Nursery, as_stream: Callable[..., trio.SocketStream]
+    ) -> None:
+        link, far = await _linked_to_a_wall(tcp_pair, nursery, as_stream)
+        called = trio.Event()
+        link.when_room(called.set)
+        for stream in list(link.session._streams.values()):
+            stream.reset("cancelled", "")
+        while not called.is_set():
+            await far.receive_some()
+
     async def test_whoever_waits_for_room_is_called_when_the_link_ends(
         self, tcp_pair: TcpPair, nursery: trio.Nursery, as_stream: Callable[..., trio.SocketStream]
     ) -> None:
@@ -815,3 +826,17 @@ class TestTinyBuffers:
                 nursery.start_soon(send, one)
         assert totals == [size] * 12
         await narrow.idle()
+
+
+async def test_a_fault_of_a_sink_ends_its_link_alone(links: LinkPair, caplog: pytest.LogCaptureFixture) -> None:
+    class Faulty(TunnelStream):
+        def on_data(self, data: memoryview) -> None:
+            raise KeyError("a bug")
+
+    near, far = await links.open()
+    Faulty(far.core, far.outlet)._attach()
+    await near.send_all(b"x")
+    await links.agent.ended.wait()
+    await links.server.ended.wait()
+    assert "internal fault" in str(links.server.why)
+    assert "fault in a link" in caplog.text

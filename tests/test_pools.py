@@ -129,6 +129,18 @@ def test_of_two_links_of_an_agent_the_one_with_fewer_streams_is_picked() -> None
     assert all(pool.pick() is idle for _ in range(100))
 
 
+def test_a_name_with_two_links_has_one_share_under_load() -> None:
+    random.seed(7)
+    links = [One("pair"), One("pair"), *(One(f"agent-{number}") for number in range(4))]
+    pool = pool_of(links)
+    for _ in range(5000):
+        pool.pick().streams += 1
+    carried = Counter[str]()
+    for link in links:
+        carried[link.name] += link.streams
+    assert max(carried.values()) - min(carried.values()) < 50
+
+
 def test_the_busiest_of_many_is_never_picked() -> None:
     pool = pool_of([One("busiest", streams=5), *(One(f"agent-{number}", streams=number) for number in range(4))])
     assert "busiest" not in {pool.pick().name for _ in range(1000)}
@@ -247,7 +259,13 @@ class Buckets(RuleBasedStateMachine):
         picked = self.bucket.pick(state, besides)
         assert picked in allowed if allowed else picked is None
         if picked and besides is None and len(allowed) > 1:
-            assert any(picked.streams <= one.streams for one in allowed if one is not picked)
+            names = Counter(one.name for one in allowed)
+            load = picked.streams * names[picked.name]  # what a name carries in all, about
+            assert any(
+                picked.streams <= one.streams if one.name == picked.name else load <= one.streams * names[one.name]
+                for one in allowed
+                if one is not picked
+            )
 
     @invariant()
     def holds_what_was_put_in(self) -> None:

@@ -433,6 +433,19 @@ def test_a_second_eof_is_refused() -> None:
         side.receive(Eof(1))
 
 
+def test_a_peer_that_asks_and_never_reads_the_answers_is_refused() -> None:
+    side = _acceptor()
+    with pytest.raises(RemoteProtocolError, match="bytes of answers are waiting to be read"):
+        side.receive(*[Ping(1)] * 1_000_000)
+
+
+def test_a_peer_that_reads_the_answers_may_ask_on() -> None:
+    side = _acceptor()
+    for _ in range(500):
+        side.receive(*[Ping(1)] * 1000)
+        side.session.take(ALL)
+
+
 def test_data_of_the_link_itself_is_refused() -> None:
     side = _acceptor()
     with pytest.raises(RemoteProtocolError):

@@ -940,3 +940,24 @@ async def test_an_agent_is_linked_to_each_of_its_servers(nursery: trio.Nursery) 
     await backend_of(other)
     await until(lambda: len(agent.sync.links) == 2, 10)
     assert set(agent.sync.links) == {one.identity.instance, other.identity.instance}
+
+
+async def test_two_names_of_one_server_make_one_link(nursery: trio.Nursery, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tunnel")
+    server, where = await real_server(nursery)
+    agent = Agent(AgentConfig((where, Target("localhost", where.port), where), "edge"))
+    await nursery.start(agent.run)
+    await until(lambda: all(door.leads_to for door in agent.sync._doors), 10)
+    assert len(server.backends) == len(agent.sync.links) == 1
+    assert [record.getMessage() for record in caplog.records if '"agent gone"' in record.getMessage()] == []
+
+
+async def test_a_lost_link_does_not_wait_for_a_server_that_is_missing(
+    nursery: trio.Nursery, autojump_clock: MockClock, world: World
+) -> None:
+    server = FakeServer(2)  # says that there is another one, which never comes
+    world.add("all", [server])
+    site = await started(nursery, world, "all")
+    await trio.sleep(HOUR)
+    server.drop_links()
+    await until(lambda: site.linked_to(server), 1)

@@ -79,7 +79,7 @@ class Agent:
         self._instance = new_instance()
         self._board = Switchboard()
         self._connector = Connector()
-        self.sync = SyncLoop(config.servers, self._connector, config.timeouts, self._make_link)
+        self.sync = SyncLoop(config.servers, Connector(), config.timeouts, self._make_link)
         self._drain_seq = 0
         self._drain_reason = ""
         self._unacked: dict[Link, trio.Event] = {}  # by links that owe an ack of the last DRAIN
@@ -107,6 +107,11 @@ class Agent:
     async def tell(self) -> None:
         """See ``lifecycle.Program``."""
         await self.drain("signal")
+
+    @property
+    def unsent(self) -> bool:
+        """See ``lifecycle.Program``."""
+        return any(link.sending for link in self.sync.links.values())
 
     async def settle(self) -> None:
         """See ``lifecycle.Program``."""
@@ -202,7 +207,7 @@ class Agent:
 
     async def _serve(self, stream: TunnelStream, request: DialReq) -> None:
         """One stream, from its DIAL_REQ to the end of both directions."""
-        seconds = min(request.ms / 1000, self.config.dial_timeout)
+        seconds = request.ms / 1000
         with trio.move_on_after(seconds) as scope:
             stream.core.attach(_Dialling(scope))
             try:

@@ -215,6 +215,10 @@ class Backends:
         self._enter(backend, BackendState.DRAINING if draining else BackendState.ACTIVE)
         log.info("agent linked", agent=backend.name, instance=backend.instance, agents=len(self), draining=draining)
 
+    def of_instance(self, instance: str) -> Backend | None:
+        """The backend of an agent's process."""
+        return self._instances.get(instance)
+
     def remove(self, backend: Backend) -> None:
         """Its link has ended. No effect on one that is GONE."""
         if backend.state is BackendState.GONE:

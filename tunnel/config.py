@@ -188,7 +188,6 @@ class AgentConfig:
         servers: where the agent dials out to; each may stand for several servers.
         name: how the agent is called, see ``parse_agent_name``.
         claims: what it says it can serve.
-        dial_timeout: seconds that reaching a target may take, resolving its name included.
 
     Raises:
         ConfigError: the name is not taken, or there is no server.
@@ -197,7 +196,6 @@ class AgentConfig:
     servers: tuple[Target, ...]
     name: str
     claims: Claims = field(default_factory=Claims)
-    dial_timeout: float = 10.0
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
 

@@ -11,6 +11,7 @@ This file must not know who wants the socket, or for what.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -86,7 +87,8 @@ def _literal(host: str, port: int) -> Address | None:
 
 
 def _no_delay(sock: socket.socket) -> socket.socket:
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with contextlib.suppress(OSError):  # some systems refuse it once the peer has gone
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 
 

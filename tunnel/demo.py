@@ -171,6 +171,8 @@ def run() -> int:
     code = 1
     try:
         code = trio.run(_main)
+    except* KeyboardInterrupt:
+        code = 130
     except* DemoFailed as group:
         print(f"--> the demo failed: {first_of(group)}")
     return code

@@ -56,8 +56,12 @@ class Program(Protocol):
     async def tell(self) -> None:
         """Say to the links that this side is leaving."""
 
+    @property
+    def unsent(self) -> bool:
+        """Whether links have something to send that did not go yet."""
+
     async def settle(self) -> None:
-        """Wait until what ended streams left to be sent on the links has gone."""
+        """Wait until that is not so."""
 
     async def close(self) -> None:
         """End the links. Bounds itself to two seconds."""
@@ -157,7 +161,7 @@ class Lifecycle:
             await self._cut.wait()
             code = EXIT_CUT_BY_SIGNAL
         if self.phase.value is Phase.LEAVING:
-            if self.open.value:
+            if self.open.value or self._program.unsent:
                 self.exit_code = code
                 log.warning("cutting open connections", open=self.open.value)
             self._connections.cancel_scope.cancel()

@@ -71,6 +71,7 @@ class Link:
 
     Attributes:
         open_streams: how many streams are open or being dialled; wait for 0 to see the link idle.
+        since: when it was linked, on trio's clock.
         why: why it ended, from the moment that is certain.
         ended: set when nothing of it is left.
     """
@@ -90,6 +91,7 @@ class Link:
         self.open_streams: AsyncValue[int] = AsyncValue(0)
         self.ended = trio.Event()
         self.why: TunnelError | None = None
+        self.since = 0.0
         self._transport = transport
         self._handshake = handshake
         self._limits = limits
@@ -117,7 +119,7 @@ class Link:
         self._unsent: Sequence[Buffer] = ()
         self._heard = False
         self._said_goodbye = False
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting: dict[Callable[[], None], None] = {}
 
     def __repr__(self) -> str:
         state = f"ended: {self.why}" if self.why else "linked" if self._linked.is_set() else "shaking hands"
@@ -210,11 +212,11 @@ class Link:
 
     def when_room(self, call: Callable[[], None]) -> None:
         """Have ``call`` called once, when the queue is down to half the high-water mark or the link has ended."""
-        self._waiting.append(call)
+        self._waiting[call] = None
 
     def _room(self) -> None:
         if self._waiting and (self.why or self.session.queued * 2 <= self._limits.high_water):
-            calls, self._waiting = self._waiting, []
+            calls, self._waiting = self._waiting, {}
             for call in calls:
                 call()
 
@@ -233,14 +235,16 @@ class Link:
         if self._blocked.is_set() or self.why:
             return
         try:
-            while self.session.has_output:
-                self._unsent = self._transport.send_now(self.session.take(_TAKE))
-                if self._unsent:
-                    self._idle = trio.Event()
-                    self._blocked.set()
+            while True:
+                while self.session.has_output:
+                    self._unsent = self._transport.send_now(self.session.take(_TAKE))
+                    if self._unsent:
+                        self._idle = trio.Event()
+                        self._blocked.set()
+                        return
+                self._room()
+                if not self.session.has_output:  # unless those who had waited brought something
                     return
-                if self._waiting:
-                    self._room()
         except BROKEN as error:
             self._end(LinkClosed(f"the link broke: {error}"))
 
@@ -272,6 +276,9 @@ class Link:
             await self.close(error.code, error.text, error)
         except RemoteProtocolError as error:
             await self.close("protocol", str(error), error)
+        except Exception as error:  # a fault of ours: it ends this link, not all of them
+            log.exception("fault in a link")
+            await self.close("protocol", "internal fault", LinkClosed(f"internal fault: {error!r}"))
 
     def _shake_hands(self, packet: Packet) -> None:
         if self.why is not None:  # it came with the bytes that were received last
@@ -285,6 +292,7 @@ class Link:
             self._decoder.strict = False
             self._decoder.on_packet = self.session.receive_packet
             self._decoder.on_data = self.session.receive_data
+            self.since = trio.current_time()
             self._linked.set()
             self._on_linked()
 

@@ -11,6 +11,7 @@ This file must not know what the connections are for.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 from collections.abc import Awaitable, Callable
@@ -112,7 +113,8 @@ def _accept_batch(listener: socket.socket, handler: Handler, spawn: Spawn, most:
                 return error
             continue  # this one connection failed before it was accepted
         sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):  # some systems refuse it once the peer has gone
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if not spawn(handler, sock):
             sock.close()
     return None

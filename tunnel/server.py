@@ -50,7 +50,7 @@ class Server:
         self.life = Lifecycle(self, config.timeouts.shutdown)
         self.addresses: dict[str, list[ListenAddress]] = {"links": [], "connect": [], "forward": []}
         self._board = Switchboard()
-        self._links: set[Link] = set()
+        self._links: dict[Link, AcceptingHandshake] = {}
 
     def __repr__(self) -> str:
         return f"<Server {self.life!r} {self.backends!r} links={len(self._links)}>"
@@ -95,6 +95,11 @@ class Server:
     async def tell(self) -> None:
         """See ``lifecycle.Program``. Links stay as they are until the last stream has ended."""
 
+    @property
+    def unsent(self) -> bool:
+        """See ``lifecycle.Program``."""
+        return any(link.sending for link in self._links)
+
     async def settle(self) -> None:
         """See ``lifecycle.Program``."""
         while blocked := next((link for link in self._links if link.sending), None):
@@ -121,7 +126,8 @@ class Server:
         if count < 1:
             raise ConfigError(f"{count} is not a number of servers; taken: 1 or more")
         self.server_count = count
-        for link in self._links:
+        for link, handshake in self._links.items():
+            handshake.servers = count
             if link.peer is not None:
                 link.session.send_control(welcome(self.identity, count))
                 link.flush()
@@ -130,8 +136,13 @@ class Server:
         """Whether this peer may link; before anything about it is kept."""
         if peer.role != "agent":
             raise HandshakeRefused("denied", f"links of role {peer.role} are not served here")
-        if self.identity.instance in peer.linked:
+        if self.identity.instance in peer.linked or self._crossed(peer):
             raise HandshakeRefused("duplicate", self.identity.instance)
+
+    def _crossed(self, peer: Identity) -> bool:
+        """Whether the agent has a link that it may not have known of when it said HELLO: through another address."""
+        backend = self.backends.of_instance(peer.instance)
+        return backend is not None and trio.current_time() - backend.link.since < self.config.timeouts.handshake
 
     async def _link(self, sock: socket.socket) -> None:
         """One link, from its accepted socket to its end."""
@@ -148,20 +159,21 @@ class Server:
 
     async def _run_link(self, sock: socket.socket) -> None:
         backend = Backend(self.backends)
+        handshake = AcceptingHandshake(self.identity, self.server_count, self._admit)
         link = backend.link = Link(
             SocketTransport(sock),
-            AcceptingHandshake(self.identity, self.server_count, self._admit),
+            handshake,
             limits=self.config.limits,
             timeouts=self.config.timeouts,
             on_control=backend.on_control,
             on_linked=backend.on_linked,
             on_end=backend.on_end,
         )
-        self._links.add(link)
+        self._links[link] = handshake
         try:
             await link.run()
         finally:
-            self._links.discard(link)
+            del self._links[link]
 
 
 def run(config: ServerConfig) -> int:

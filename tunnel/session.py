@@ -52,6 +52,7 @@ _JOIN_BELOW = 8 * 1024  # header and payload of a frame this small are one buffe
 _MAX_BUFFERS = 512  # per take; systems refuse more than 1024 in one gather list
 _REMEMBERED = 1024  # ids for which a CLOSE was sent lately: their late DATA needs no further answer
 _MAX_CREDIT = 1 << 31
+_MAX_CONTROL = 4 * 1024 * 1024  # bytes of control packets that may wait for a peer that reads nothing
 _PROBE = 0  # the token of a PING that measures; keepalive counts from 1
 
 Frame = tuple[bytes, ...]
@@ -364,6 +365,7 @@ class Session:
         self._on_streams = on_streams
         self._streams: dict[int, Stream] = {}
         self._control: list[bytes] = []
+        self._control_size = 0
         self._last_id = 0
         self._closes: OrderedDict[int, None] = OrderedDict()
 
@@ -396,7 +398,9 @@ class Session:
 
     def send_control(self, packet: Packet) -> None:
         """Queue a control packet, ahead of all DATA."""
-        self._control.append(packet.encode())
+        frame = packet.encode()
+        self._control.append(frame)
+        self._control_size += len(frame)
 
     def send_close(self, number: int, code: str, text: str) -> None:
         """Queue a CLOSE, and remember that late DATA of this stream needs no other."""
@@ -435,6 +439,7 @@ class Session:
         if self._control:
             buffers.append(self._control[0] if len(self._control) == 1 else b"".join(self._control))
             self._control.clear()
+            self._control_size = 0
         size = 0
         ready = self.ready
         while ready and size < limit and len(buffers) < _MAX_BUFFERS:
@@ -459,6 +464,7 @@ class Session:
         elif number == 0:
             raise RemoteProtocolError("DATA for stream 0, which is the link itself")
         elif number not in self._closes:
+            self._check_control()
             self.send_close(number, "unknown_stream", f"no stream {number} is open on this link")
 
     def receive_packet(self, packet: Packet) -> None:
@@ -467,11 +473,17 @@ class Session:
         Raises:
             RemoteProtocolError: it is not legal now.
         """
+        self._check_control()
         handler = _HANDLERS.get(type(packet))
         if handler is None:
             self._on_control(packet)
         else:
             handler(self, packet)
+
+    def _check_control(self) -> None:
+        """Who sends what has to be answered must read the answers."""
+        if self._control_size > _MAX_CONTROL:
+            raise RemoteProtocolError(f"{self._control_size} bytes of answers are waiting to be read")
 
     def _receive_dial_req(self, packet: DialReq) -> None:
         if self.opener:

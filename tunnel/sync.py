@@ -97,6 +97,7 @@ class _Door:
         lost: addresses whose link was lost since.
         missing: how many links were lost and not replaced since.
         changed: set when there may be something to do.
+        link_lost: set when a link was lost; ends every back-off, since what it waited for may be another now.
     """
 
     def __init__(self, name: Target, timeouts: Timeouts) -> None:
@@ -108,9 +109,24 @@ class _Door:
         self.lost: set[Address] = set()
         self.missing = 0
         self.changed = trio.Event()
+        self.link_lost = trio.Event()
         self._timeouts = timeouts
         self._backoffs: dict[Address | None, Backoff] = {}
         self._duplicates: dict[Address, Backoff] = {}
+
+    async def pause(self, seconds: float) -> None:
+        """Wait so long, or until a link is lost."""
+        with trio.move_on_after(seconds):
+            await self.link_lost.wait()
+
+    def note_loss(self, server: str) -> None:
+        """The link to a server was lost."""
+        self.servers.discard(server)
+        for backoff in self._duplicates.values():
+            backoff.reset()
+        self.link_lost.set()
+        self.link_lost = trio.Event()
+        self.changed.set()
 
     def backoff(self, address: Address | None) -> Backoff:
         """After a failure at an address; None is for resolving the name."""
@@ -221,12 +237,15 @@ class SyncLoop:
         try:
             if address in door.lost:
                 door.lost.discard(address)
-                await trio.sleep(door.backoff(address).next())
+                backoff = door.backoff(address)
+                delay = backoff.next()
+                log.info("linking again", server=door.name, attempt=backoff.attempt, delay=f"{delay:.2f}s")
+                await trio.sleep(delay)
             await self._link(door, address, background)
         except HandshakeRefused as error:
             if error.code == "duplicate":
                 self._leads_to(door, address, error.text)
-                await trio.sleep(door.duplicates(address).next())
+                await door.pause(door.duplicates(address).next())
             else:
                 await self._failed(door, door.backoff(address), error)
         except (DialError, LinkClosed, RemoteProtocolError) as error:
@@ -238,7 +257,7 @@ class SyncLoop:
     async def _failed(self, door: _Door, backoff: Backoff, error: TunnelError) -> None:
         delay = backoff.next()
         log.warning("link failed", server=door.name, attempt=backoff.attempt, delay=f"{delay:.2f}s", cause=error)
-        await trio.sleep(delay)
+        await door.pause(delay)
 
     async def _link(self, door: _Door, address: Address, background: trio.Nursery) -> None:
         seconds = self._timeouts.handshake
@@ -281,8 +300,7 @@ class SyncLoop:
         if not isinstance(link.why, LinkStopped):
             log.warning("link lost", server=door.name, server_id=_server_id(link), cause=link.why)
         for each in self._doors:
-            each.servers.discard(_server_id(link))
-            each.changed.set()
+            each.note_loss(_server_id(link))
 
 
 def _server_id(link: Link) -> str:
