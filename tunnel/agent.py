@@ -214,10 +214,11 @@ class Agent:
                 target = Target(request.host, request.port)
                 sock = await self._connector.connect(target.host, target.port)
             except (DialError, AddressError) as error:
-                self._refuse(stream, error if isinstance(error, DialError) else DialProtocolError(str(error)))
+                self._refuse(stream, request, error if isinstance(error, DialError) else DialProtocolError(str(error)))
                 return
         if scope.cancelled_caught:
-            self._refuse(stream, DialTimeout(f"{request.host} port {request.port}: no answer within {seconds:g} s"))
+            text = f"{request.host} port {request.port}: no answer within {seconds:g} s"
+            self._refuse(stream, request, DialTimeout(text))
         elif stream.core.state is not State.DIALLING:
             sock.close()
         else:
@@ -225,9 +226,9 @@ class Agent:
             self.served += 1
             await self._carry(stream, sock)
 
-    def _refuse(self, stream: TunnelStream, error: DialError) -> None:
+    def _refuse(self, stream: TunnelStream, request: DialReq, error: DialError) -> None:
         if stream.core.state is State.DIALLING:
-            log.info("dial failed", code=error.code, cause=error.text)
+            log.info("dial failed", target=f"{request.host}:{request.port}", code=error.code, cause=error.text)
             stream.core.refuse(error)
             stream.outlet.flush()
 

@@ -29,7 +29,7 @@ import trio
 from tunnel import logs
 from tunnel.address import Identifier, Target, host_kind
 from tunnel.config import STRATEGIES, Claims
-from tunnel.errors import DialTimeout, LinkLost, NoBackend, RefusedDraining
+from tunnel.errors import DialError, DialTimeout, LinkLost, NoBackend, RefusedDraining
 from tunnel.frames import Drain, DrainAck, Packet
 from tunnel.handshake import Identity
 from tunnel.link import Link
@@ -406,7 +406,14 @@ class Backends:
 
     async def _dial_through(self, decision: Decision, target: Target, seconds: float) -> TunnelStream:
         self.fallbacks += decision.fallback
-        return await decision.backend.link.dial(target.host, target.port, ms=max(1, int(seconds * 1000)))
+        agent = decision.backend.name
+        try:
+            stream = await decision.backend.link.dial(target.host, target.port, ms=max(1, int(seconds * 1000)))
+        except DialError as error:
+            error.agent = agent
+            raise
+        log.debug("dialled", target=target, agent=agent, strategy=decision.strategy, key=decision.key)
+        return stream
 
 
 _USE = {  # by whether it was chosen, and whether it has an active agent, or comes after a draining one that serves

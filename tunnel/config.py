@@ -130,6 +130,10 @@ class ServerConfig:
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
+    def __post_init__(self) -> None:
+        if self.dial_timeout <= 0:
+            raise ConfigError("--dial-timeout 0s leaves no time for any dial; taken: more than that, like 10s")
+
     def exposed(self) -> list[str]:
         """The options, as one would type them, whose addresses are not loopback."""
         doors = [("--listen", self.listen, str(self.listen))]
@@ -201,6 +205,7 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         parse_agent_name(self.name)
+        object.__setattr__(self, "servers", tuple(dict.fromkeys(self.servers)))
         if not self.servers:
             raise ConfigError("no server is given; taken: one or more HOST:PORT")
 

@@ -11,6 +11,8 @@ This file must not know more of them than their public attributes.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -173,6 +175,8 @@ def run() -> int:
         code = trio.run(_main)
     except* KeyboardInterrupt:
         code = 130
+    except* BrokenPipeError:  # nobody reads any more; nor may the interpreter try to flush at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except* DemoFailed as group:
         print(f"--> the demo failed: {first_of(group)}")
     return code

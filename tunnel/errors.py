@@ -74,6 +74,7 @@ class DialError(TunnelError):
         socks_reply: the SOCKS5 reply byte of the same meaning (RFC 1928, section 6).
         exit_code: what a command line ends with (sysexits: 69 cannot reach, 75 try again later).
         text: what happened, for people.
+        agent: the name of the agent that was asked, where one was.
     """
 
     code: ClassVar[str]
@@ -84,6 +85,7 @@ class DialError(TunnelError):
     def __init__(self, text: str = "") -> None:
         super().__init__(text or type(self).code)
         self.text = text or type(self).code
+        self.agent: str | None = None
 
 
 class Refused(DialError):

@@ -101,7 +101,8 @@ class FrontEnds:
         try:
             return await self._backends.dial(target, self._config.dial_timeout, agent)
         except DialError as error:
-            log.info("dial failed", use=use, target=target, code=error.code, cause=error.text)
+            asked = {"agent": error.agent} if error.agent else {}
+            log.info("dial failed", use=use, target=target, **asked, code=error.code, cause=error.text)
             raise
 
     async def _join(self, sock: socket.socket, stream: TunnelStream, early: bytes = b"") -> None:

@@ -136,7 +136,8 @@ class Lifecycle:
                     await self._leaving.wait()
                     self.accepting.cancel_scope.cancel()
                 self.phase.value = Phase.LEAVING
-                log.info("leaving", open=self.open.value, seconds=f"{self._budget:g}")
+                hint = {"hint": "a second signal cuts them"} if self.open.value else {}
+                log.info("leaving", open=self.open.value, seconds=self._budget, **hint)
                 self.background.start_soon(self._cut_when_due)
                 await self._program.tell()
                 await self._until_none_open()
