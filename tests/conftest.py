@@ -18,6 +18,7 @@ from typing import Protocol
 
 import pytest
 import trio
+from hypothesis import HealthCheck, settings
 from trio.testing import memory_stream_pair
 
 from tunnel.config import Limits, Timeouts
@@ -26,6 +27,10 @@ from tunnel.handshake import AcceptingHandshake, DiallingHandshake, Identity
 from tunnel.link import Link, refuse_dials
 from tunnel.stream import TunnelStream
 from tunnel.transport import SocketTransport, StreamTransport, Transport
+
+# A loaded machine is slow now and then, and the first example may have tables to load: neither is a fault.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 SERVER, AGENT = Identity("server", "server"), Identity("agent", "agent")
 _LIMITS, _TIMEOUTS = Limits(), Timeouts()
