@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import socket
 from collections.abc import AsyncIterator
 
@@ -18,6 +19,7 @@ from house import (
     ended,
     expect,
     firehose,
+    head,
     open_house,
     receive_all,
     receive_exactly,
@@ -464,3 +466,26 @@ async def test_agents_that_leave_cleanly_leave_nothing(house: House, echoes: Ser
         await come_and_leave()
     assert (tasks(), descriptors()) == before
     assert len(house.server.backends) == 0
+
+
+async def test_neither_side_sends_longer_frames_than_the_other_takes(house: House) -> None:
+    small = Limits(body=4096)
+    await house.serve(limits=small)
+    await house.agent(limits=small)
+    service = await house.service(echo)
+    words = random.Random(1).randbytes(300_000)
+    stream = await house.connect(service.target)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(stream.send_all, words)
+        assert await receive_exactly(stream, len(words)) == words
+
+
+async def test_bytes_behind_the_head_go_out_in_frames_that_the_agent_takes(house: House) -> None:
+    await house.serve()
+    await house.agent(limits=Limits(body=4096))
+    service = await house.service(echo)
+    words = random.Random(2).randbytes(15_000)
+    stream = await house.call()
+    await stream.send_all(head(service.target) + words)
+    await expect(stream, ESTABLISHED)
+    assert await receive_exactly(stream, len(words)) == words

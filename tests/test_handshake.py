@@ -229,6 +229,20 @@ def test_no_info_raises_anything_but_a_protocol_error(info: dict[str, Any]) -> N
         DiallingHandshake(AGENT).receive(Welcome(VERSION, info))
 
 
+@pytest.mark.parametrize("limits", [1, [], {"body": 4095}, {"body": "8192"}, {"body": True}], ids=repr)
+def test_limits_that_make_no_sense_are_refused_by_name(limits: object) -> None:
+    with pytest.raises(RemoteProtocolError, match="limits is "):
+        AcceptingHandshake(SERVER).receive(Hello(VERSION, AGENT.to_info() | {"limits": limits}))
+
+
+@pytest.mark.parametrize(("limits", "body"), [({}, 1 << 20), ({"later": 1}, 1 << 20), ({"body": 4096}, 4096)], ids=repr)
+def test_the_peer_says_how_long_a_body_it_takes(limits: object, body: int) -> None:
+    accepting = AcceptingHandshake(SERVER)
+    accepting.receive(Hello(VERSION, AGENT.to_info() | {"limits": limits}))
+    assert accepting.peer is not None
+    assert accepting.peer.body_limit == body
+
+
 def test_a_hello_fits_the_limit_for_strangers() -> None:
     long = Identity("agent", "\U0001f600" * 128)
     assert len(DiallingHandshake(long).first().encode()) - 4 <= Limits().body_before_auth

@@ -117,6 +117,7 @@ def _identity(frame: bytes) -> Identity:
         info["instance"],
         tuple(info["features"]),
         info["draining"],
+        info["limits"]["body"],
         claims,
         tuple(info.get("linked", [])),
     )

@@ -164,6 +164,7 @@ class Agent:
             self.config.name,
             self._instance,
             draining=said,
+            body_limit=self.config.limits.body,
             claims=self.config.claims,
             linked=tuple(self.sync.links),
         )

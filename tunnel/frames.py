@@ -32,8 +32,9 @@ VERSION = 1
 DATA = 7
 MAX_U32 = 0xFFFFFFFF
 READ_SIZE = 256 * 1024
-DATA_OVERHEAD = 16
-"""Bytes that a fixed-width DATA frame adds to its payload: length, array, type, stream, bin length."""
+DATA_BODY_OVERHEAD = 12
+DATA_OVERHEAD = 4 + DATA_BODY_OVERHEAD
+"""Bytes that a fixed-width DATA frame adds to its payload: length; array, type, stream, bin length."""
 
 _LENGTH = struct.Struct(">I")
 _DATA_HEADER = struct.Struct(">IBBBIBI")
@@ -194,7 +195,7 @@ _SHAPES = {kind: [(field.name, _CHECKS[field.type]) for field in fields(kind)] f
 
 def data_header(stream: int, size: int) -> bytes:
     """What stands before ``size`` bytes of payload in a DATA frame."""
-    return _DATA_HEADER.pack(size + 12, _ARRAY_OF_3, DATA, _UINT32, stream, _BIN32, size)
+    return _DATA_HEADER.pack(size + DATA_BODY_OVERHEAD, _ARRAY_OF_3, DATA, _UINT32, stream, _BIN32, size)
 
 
 def _parse(body: memoryview) -> list[Any]:
@@ -325,7 +326,7 @@ class Decoder:
             if size >= DATA_OVERHEAD:
                 length, array, kind, uint, stream, binary, payload = _DATA_HEADER.unpack_from(view, position)
                 if array == _ARRAY_OF_3 and kind == DATA and uint == _UINT32 and binary == _BIN32:
-                    if payload + 12 != length or not 12 < length <= self.limit:
+                    if payload + DATA_BODY_OVERHEAD != length or not DATA_BODY_OVERHEAD < length <= self.limit:
                         raise self._bad_data(length, payload)
                     self._stream, self._left = stream, payload
                     position += DATA_OVERHEAD
@@ -348,7 +349,8 @@ class Decoder:
 
     def _bad_data(self, length: int, payload: int) -> RemoteProtocolError:
         self._check_length(length)
-        return RemoteProtocolError(f"DATA says it has {payload} bytes, in a frame with room for {length - 12}")
+        room = length - DATA_BODY_OVERHEAD
+        return RemoteProtocolError(f"DATA says it has {payload} bytes, in a frame with room for {room}")
 
     def _decode(self, body: memoryview) -> None:
         values = _parse(body)

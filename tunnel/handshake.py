@@ -26,7 +26,7 @@ from typing import Any
 
 from tunnel import frames
 from tunnel.address import Identifier
-from tunnel.config import Claims, parse_agent_name
+from tunnel.config import Claims, Limits, parse_agent_name
 from tunnel.errors import ConfigError, HandshakeRefused, RemoteProtocolError
 from tunnel.frames import Close, Hello, Packet, Welcome
 
@@ -49,6 +49,7 @@ class Identity:
         instance: unique to one process start.
         features: words for what else it can do.
         draining: it is about to leave, and wants nothing new while others can serve.
+        body_limit: longest frame body it takes once linked, in bytes.
         claims: what an agent says it can serve.
         linked: ids of the servers that an agent has a link to already.
     """
@@ -58,6 +59,7 @@ class Identity:
     instance: str = field(default_factory=new_instance)
     features: tuple[str, ...] = ()
     draining: bool = False
+    body_limit: int = Limits().body
     claims: Claims = field(default_factory=Claims)
     linked: tuple[str, ...] = ()
 
@@ -69,6 +71,7 @@ class Identity:
             "instance": self.instance,
             "features": list(self.features),
             "draining": self.draining,
+            "limits": {"body": self.body_limit},
         }
         if self.role != "agent":
             return info
@@ -98,6 +101,7 @@ def _read_identity(info: dict[str, Any], roles: tuple[str, ...]) -> Identity:
         instance,
         features=_read_words(info, "features"),
         draining=_read_flag(info, "draining"),
+        body_limit=_read_body_limit(info),
         claims=_read_claims(info),
         linked=_read_words(info, "linked"),
     )
@@ -115,6 +119,14 @@ def _read_flag(info: dict[str, Any], entry: str) -> bool:
     if type(flag) is not bool:
         raise RemoteProtocolError(f"{entry} is {reprlib.repr(flag):.60}, not true or false")
     return flag
+
+
+def _read_body_limit(info: dict[str, Any]) -> int:
+    limits = info.get("limits", {})
+    body = limits.get("body", Limits().body) if type(limits) is dict else None
+    if type(body) is not int or body < Limits().body_before_auth:
+        raise RemoteProtocolError(f"limits is {reprlib.repr(limits):.60}, not a map with a body of 4096 or more")
+    return body
 
 
 def _read_claims(info: dict[str, Any]) -> Claims:

@@ -36,7 +36,7 @@ from tunnel.errors import (
     RemoteProtocolError,
     TunnelError,
 )
-from tunnel.frames import Close, Decoder, DialReq, Packet, Ping, Welcome
+from tunnel.frames import DATA_BODY_OVERHEAD, Close, Decoder, DialReq, Packet, Ping, Welcome
 from tunnel.handshake import Handshake, Identity
 from tunnel.session import Session, Stream
 from tunnel.stream import TunnelStream
@@ -288,6 +288,7 @@ class Link:
             self.session.send_control(answer)
         if self.peer is not None:
             self.session.opener = self._handshake.opens
+            self.session.most_data = self.peer.body_limit - DATA_BODY_OVERHEAD
             self._decoder.limit = self._limits.body
             self._decoder.strict = False
             self._decoder.on_packet = self.session.receive_packet

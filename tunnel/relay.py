@@ -115,8 +115,8 @@ class _Joint:
     """
 
     __slots__ = (
-        "board", "core", "early", "eof_due", "error", "fd", "finished", "mask", "outlet", "pending", "read_done",
-        "reading", "size", "sock", "task",
+        "board", "core", "early", "eof_due", "error", "fd", "finished", "mask", "most", "outlet", "pending",
+        "read_done", "reading", "size", "sock", "task",
     )  # fmt: skip
 
     def __init__(self, board: Switchboard, sock: socket.socket, stream: TunnelStream, early: bytes) -> None:
@@ -127,7 +127,8 @@ class _Joint:
         self.outlet = stream.outlet
         self.early = early
         self.pending: bytearray | None = None
-        self.size = _LEAST
+        self.most = min(_MOST, self.core.session.most_data)
+        self.size = min(_LEAST, self.most)
         self.mask = -1  # not watched
         self.reading = True
         self.read_done = False
@@ -158,11 +159,15 @@ class _Joint:
             self.watch(reading=False)
             self.outlet.when_room(self.resume)
         elif self.early:
-            data, self.early = self.early[:credit], self.early[credit:]
-            self.core.send(data)
-            self.board.touched.add(self.outlet)
+            self._send_early()
         else:
             self._read(min(self.size, credit))
+
+    def _send_early(self) -> None:
+        while self.early and (size := min(self.core.credit, self.most)):
+            data, self.early = self.early[:size], self.early[size:]
+            self.core.send(data)
+        self.board.touched.add(self.outlet)
 
     def _read(self, size: int) -> None:
         try:
@@ -180,9 +185,9 @@ class _Joint:
             return
         self.core.send(data)
         if len(data) == self.size:
-            self.size = min(self.size * 2, _MOST)
-        elif len(data) * 4 < self.size:
-            self.size = max(self.size // 2, _LEAST)
+            self.size = min(self.size * 2, self.most)
+        elif len(data) * 4 < self.size and self.size > _LEAST:
+            self.size //= 2
 
     def _after_eof(self) -> None:
         if self.eof_due and self.pending is None:

@@ -44,7 +44,7 @@ class Server:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self.identity = Identity("server", "server")
+        self.identity = Identity("server", "server", body_limit=config.limits.body)
         self.backends = Backends(config.strategies)
         self.server_count = config.server_count
         self.life = Lifecycle(self, config.timeouts.shutdown)

@@ -159,10 +159,10 @@ class Stream:
         """Queue bytes. They must not be changed any more.
 
         Raises:
-            LocalProtocolError: not in a state to send, no bytes, or more than ``credit``.
+            LocalProtocolError: not in a state to send, no bytes, or more than ``credit`` or the peer's frames hold.
         """
         size = len(data)
-        if self.state not in _MAY_SEND or not 0 < size <= self.credit:
+        if self.state not in _MAY_SEND or not 0 < size <= self.credit or size > self.session.most_data:
             raise LocalProtocolError(f"cannot send {size} bytes on {self!r}")
         self.credit -= size
         header = data_header(self.id, size)
@@ -339,6 +339,7 @@ class Session:
 
     Attributes:
         queued: bytes of DATA and EOF frames waiting to be taken.
+        most_data: longest payload that the peer takes in one frame.
     """
 
     def __init__(
@@ -354,6 +355,7 @@ class Session:
     ) -> None:
         self.opener = opener
         self.first_window = window
+        self.most_data = MAX_U32
         self.probed: Stream | None = None  # whose window is being looked at
         self.probed_left = 0  # what its peer may still send without the credit that the PING goes along with
         self._most_window = most_window

@@ -108,7 +108,7 @@ class TunnelStream(trio.abc.HalfCloseableStream):
                 start = 0
                 while start < len(rest):
                     await self._room()
-                    size = min(_CHUNK, self.core.credit, len(rest) - start)
+                    size = min(_CHUNK, self.core.credit, self.core.session.most_data, len(rest) - start)
                     self.core.send(bytes(rest[start : start + size]))
                     self.outlet.flush()
                     start += size
