@@ -17,7 +17,7 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from tunnel.config import Limits, Timeouts
-from tunnel.errors import DialError, HandshakeRefused, LinkClosed, LinkLost, Refused, RemoteProtocolError
+from tunnel.errors import DialError, HandshakeRefused, LinkClosed, LinkLost, LinkStopped, Refused, RemoteProtocolError
 from tunnel.frames import (
     VERSION,
     Close,
@@ -826,6 +826,19 @@ class TestTinyBuffers:
                 nursery.start_soon(send, one)
         assert totals == [size] * 12
         await narrow.idle()
+
+
+async def test_a_peer_that_closes_upon_a_goodbye_does_not_change_why(make_raw: MakeRaw, nursery: trio.Nursery) -> None:
+    raw = make_raw("server")
+    nursery.start_soon(raw.link.run)
+    await raw.peer.send(Hello(VERSION, AGENT.to_info()))
+    await raw.peer.next()
+    raw.link._idle = trio.Event()  # as if the goodbye were still on its way out
+    nursery.start_soon(raw.link.close, "leaving", "this side is leaving")
+    await wait_all_tasks_blocked()
+    await raw.peer.stream.aclose()
+    await raw.link.ended.wait()
+    assert repr(raw.link.why) == repr(LinkStopped("this side is leaving"))
 
 
 async def test_a_fault_of_a_sink_ends_its_link_alone(links: LinkPair, caplog: pytest.LogCaptureFixture) -> None:

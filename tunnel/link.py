@@ -118,7 +118,7 @@ class Link:
         self._idle.set()
         self._unsent: Sequence[Buffer] = ()
         self._heard = False
-        self._said_goodbye = False
+        self._farewell: TunnelError | None = None  # why this side said goodbye, if it did
         self._waiting: dict[Callable[[], None], None] = {}
 
     def __repr__(self) -> str:
@@ -177,14 +177,14 @@ class Link:
         self.session.end(LinkLost.code, str(self.why))
         self._room()
         with trio.move_on_after(_GOODBYE):
-            if self._said_goodbye:
+            if self._farewell:
                 await self._transport.linger()
         await self._transport.aclose()
         self.ended.set()
 
     def _end(self, why: TunnelError) -> None:
         if self.why is None:
-            self.why = why
+            self.why = self._farewell or why  # once it is said, that the peer closes is only what follows
             self._scope.cancel()
             self._idle.set()
             self._on_end()
@@ -195,13 +195,13 @@ class Link:
 
     async def close(self, code: str, text: str, why: TunnelError | None = None) -> None:
         """Say goodbye and end the link, within two seconds. Its streams are reset. Cancelling it changes nothing."""
-        if self.why is None and not self._said_goodbye:
-            self._said_goodbye = True
+        if self.why is None and self._farewell is None:
+            self._farewell = why or LinkStopped(text)
             self.session.send_control(Close(0, code, text))
             self.flush()
             with trio.move_on_after(_GOODBYE, shield=True):
                 await self._idle.wait()
-            self._end(why or LinkStopped(text))
+            self._end(self._farewell)
 
     # -- sending
 
