@@ -828,12 +828,16 @@ class TestTinyBuffers:
         await narrow.idle()
 
 
+async def _never_sent(_: object) -> None:
+    await trio.sleep_forever()
+
+
 async def test_a_peer_that_closes_upon_a_goodbye_does_not_change_why(make_raw: MakeRaw, nursery: trio.Nursery) -> None:
     raw = make_raw("server")
     nursery.start_soon(raw.link.run)
     await raw.peer.send(Hello(VERSION, AGENT.to_info()))
     await raw.peer.next()
-    raw.link._idle = trio.Event()  # as if the goodbye were still on its way out
+    raw.link._transport.send = _never_sent  # type: ignore[method-assign]  # the goodbye is still on its way out
     nursery.start_soon(raw.link.close, "leaving", "this side is leaving")
     await wait_all_tasks_blocked()
     await raw.peer.stream.aclose()
