@@ -268,10 +268,7 @@ class SyncLoop:
         if not self._wants(door, address):  # any more: another address led there first, or a drain began
             sock.close()
             return
-        began = trio.current_time()
-        link = self._make_link(
-            sock, lambda: self._linked(door, address, link), lambda: self._lost(door, address, link, began)
-        )
+        link = self._make_link(sock, lambda: self._linked(door, address, link), lambda: self._lost(door, address, link))
         await background.start(link.run)
 
     def _leads_to(self, door: _Door, address: Address, server: str) -> None:
@@ -288,14 +285,14 @@ class SyncLoop:
         log.info("linked", server=door.name, server_id=server, links=len(self.links))
         self.told_count(link)
 
-    def _lost(self, door: _Door, address: Address, link: Link, began: float) -> None:
+    def _lost(self, door: _Door, address: Address, link: Link) -> None:
         """A link has ended, or never came up."""
         if link.peer is None or self.links.get(_server_id(link)) is not link:
             return
         del self.links[_server_id(link)]
         door.lost.add(address)
         door.missing += 1
-        if trio.current_time() - began >= self._timeouts.stable:
+        if trio.current_time() - link.since >= self._timeouts.stable:
             door.backoff(address).reset()
         if not isinstance(link.why, LinkStopped):
             log.warning("link lost", server=door.name, server_id=_server_id(link), cause=link.why)
