@@ -857,3 +857,18 @@ async def test_a_fault_of_a_sink_ends_its_link_alone(links: LinkPair, caplog: py
     await links.server.ended.wait()
     assert "internal fault" in str(links.server.why)
     assert "fault in a link" in caplog.text
+
+
+async def test_a_fault_in_sending_ends_its_link_alone(make_links: MakeLinks, caplog: pytest.LogCaptureFixture) -> None:
+    links = await make_links("memory")
+
+    async def fault(_: object) -> None:
+        raise KeyError("a bug")
+
+    links.agent._transport.send = fault  # type: ignore[method-assign]
+    links.agent.session.send_control(Ping(1))
+    links.agent.flush()
+    await links.agent.ended.wait()
+    await links.server.ended.wait()
+    assert "internal fault" in str(links.agent.why)
+    assert "fault in a link" in caplog.text

@@ -18,7 +18,7 @@ This file must not know targets, backends, or what the streams are for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -150,8 +150,8 @@ class Link:
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._read)
-                    nursery.start_soon(self._write)
+                    nursery.start_soon(self._guard, self._read)
+                    nursery.start_soon(self._guard, self._write)
                     await self._greet()
                     task_status.started(self)
                     await self._keep_alive()
@@ -160,6 +160,16 @@ class Link:
                 await self._bury()
         if not self._linked.is_set() and self.why:
             raise self.why
+
+    async def _guard(self, task: Callable[[], Awaitable[None]]) -> None:
+        """Run one of the link's tasks: what fails in it ends this link, and no other."""
+        try:
+            await task()
+        except BROKEN as error:
+            self._end(LinkClosed(f"the link broke: {error}"))
+        except Exception as error:  # a fault of ours
+            log.exception("fault in a link")
+            await self.close("protocol", "internal fault", LinkClosed(f"internal fault: {error!r}"))
 
     async def _greet(self) -> None:
         first = self._handshake.first()
@@ -249,17 +259,14 @@ class Link:
             self._end(LinkClosed(f"the link broke: {error}"))
 
     async def _write(self) -> None:
-        try:
-            while True:
-                await self._blocked.wait()
-                while self._unsent or self.session.has_output:
-                    await self._transport.send(self._unsent or self.session.take(_TAKE))
-                    self._unsent = ()
-                    self._room()
-                self._blocked = trio.Event()
-                self._idle.set()
-        except BROKEN as error:
-            self._end(LinkClosed(f"the link broke: {error}"))
+        while True:
+            await self._blocked.wait()
+            while self._unsent or self.session.has_output:
+                await self._transport.send(self._unsent or self.session.take(_TAKE))
+                self._unsent = ()
+                self._room()
+            self._blocked = trio.Event()
+            self._idle.set()
 
     # -- receiving
 
@@ -270,15 +277,10 @@ class Link:
                 self._decoder.received(count)
                 self.flush()
             self._end(LinkClosed("the peer closed the connection"))
-        except BROKEN as error:
-            self._end(LinkClosed(f"the link broke: {error}"))
         except HandshakeRefused as error:
             await self.close(error.code, error.text, error)
         except RemoteProtocolError as error:
             await self.close("protocol", str(error), error)
-        except Exception as error:  # a fault of ours: it ends this link, not all of them
-            log.exception("fault in a link")
-            await self.close("protocol", "internal fault", LinkClosed(f"internal fault: {error!r}"))
 
     def _shake_hands(self, packet: Packet) -> None:
         if self.why is not None:  # it came with the bytes that were received last
