@@ -64,7 +64,7 @@ class FakeLink:
             self.why = LinkClosed(text)
             self._backend.on_end()
 
-    async def dial(self, host: str, port: int, *, ms: int) -> str:
+    async def dial(self, host: str, port: int, *, ms: int, window: int | None) -> str:
         self.dials.append(ms)
         self.session.streams += 1
         try:

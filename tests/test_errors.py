@@ -14,6 +14,7 @@ TABLE = {
     "timeout": (504, 6, 69),
     "denied": (403, 2, 69),
     "no_backend": (503, 1, 75),
+    "no_server": (503, 1, 75),
     "refused_draining": (503, 1, 75),
     "link_lost": (503, 1, 75),
     "protocol": (502, 1, 69),

@@ -46,8 +46,8 @@ EXAMPLES: tuple[Packet, ...] = (
     Eof(1),
     Close(1, "reset", "gone"),
     Credit(1, 262144),
-    Ping(7),
-    Pong(7),
+    Ping(0, 7),
+    Pong(0, 7),
     Drain(1, "soft", "signal", 25000, 3),
     DrainAck(1, "soft"),
 )
@@ -68,8 +68,8 @@ _packets: st.SearchStrategy[Packet] = st.one_of(
     st.builds(Eof, _u32),
     st.builds(Close, _u32, st.text(), st.text()),
     st.builds(Credit, _u32, _u32),
-    st.builds(Ping, _u32),
-    st.builds(Pong, _u32),
+    st.builds(Ping, _u32, _u32),
+    st.builds(Pong, _u32, _u32),
     st.builds(Drain, _u32, st.text(), st.text(), _u32, _u32),
     st.builds(DrainAck, _u32, st.text()),
 )
@@ -163,7 +163,7 @@ def test_types_are_never_given_twice() -> None:
 def test_a_packet_that_cannot_be_written_leaves_the_next_one_whole() -> None:
     with pytest.raises(UnicodeEncodeError):
         Close(1, "reset", "\ud800").encode()
-    assert Reader().read(Ping(1).encode()) == [Ping(1)]
+    assert Reader().read(Ping(0, 1).encode()) == [Ping(0, 1)]
 
 
 # -- however it arrives
@@ -194,9 +194,9 @@ def test_frames_longer_than_the_buffer_mean_the_same_however_they_are_split(
     data = data_header(5, payload) + bytes(payload)
     close = Close(6, "reset", "x" * text).encode()
     parts = [close, data] if text_first else [data, close]
-    seen = Reader().read(*_cut(b"".join([*parts, Ping(1).encode()]), points))
+    seen = Reader().read(*_cut(b"".join([*parts, Ping(0, 1).encode()]), points))
     expected: list[Packet | tuple[int, bytes]] = [(5, bytes(payload)), Close(6, "reset", "x" * text)]
-    assert seen == [*(reversed(expected) if text_first else expected), Ping(1)]
+    assert seen == [*(reversed(expected) if text_first else expected), Ping(0, 1)]
 
 
 @given(st.lists(_frames, min_size=1, max_size=6), st.lists(st.integers(1, 50), min_size=1, max_size=6))
@@ -217,7 +217,7 @@ def test_the_payload_of_data_is_handed_on_as_it_arrives() -> None:
     decoder = Decoder(LIMIT, lambda packet: None, lambda stream, payload: pieces.append(bytes(payload)))
     decoder.feed(data_header(1, 6) + b"ab")
     decoder.feed(b"c")
-    decoder.feed(b"def" + Ping(1).encode())
+    decoder.feed(b"def" + Ping(0, 1).encode())
     assert pieces == [b"ab", b"c", b"def"]
 
 
@@ -235,7 +235,7 @@ def test_the_callables_may_be_replaced_from_within_a_call() -> None:
         decoder.on_packet = lambda packet: seen.append("second")
 
     decoder = Decoder(LIMIT, first, lambda stream, payload: None)
-    decoder.feed(Ping(1).encode() + Ping(2).encode())
+    decoder.feed(Ping(0, 1).encode() + Ping(0, 2).encode())
     assert seen == ["first", "second"]
 
 
@@ -250,7 +250,7 @@ def test_the_limit_may_be_raised_from_within_a_call() -> None:
 
     reader.decoder.on_packet = first
     long = Close(1, "reset", "x" * 100)
-    assert reader.read(Ping(1).encode() + long.encode()) == [Ping(1), long]
+    assert reader.read(Ping(0, 1).encode() + long.encode()) == [Ping(0, 1), long]
 
 
 # -- other spellings of the same
@@ -291,7 +291,7 @@ def test_fields_of_data_beyond_the_known_ones_are_ignored() -> None:
 @pytest.mark.parametrize("kind", [0, 2, 3, 15, 19, 20, 128, MAX_U32])
 def test_a_packet_of_unknown_type_is_counted_and_ignored(kind: int) -> None:
     reader = Reader()
-    assert reader.read(_frame(msgpack.packb([kind, "whatever", {}])), Ping(1).encode()) == [Ping(1)]
+    assert reader.read(_frame(msgpack.packb([kind, "whatever", {}])), Ping(0, 1).encode()) == [Ping(0, 1)]
     assert reader.decoder.unknown == 1
 
 
@@ -341,7 +341,7 @@ def test_the_buffer_grows_for_a_long_frame_and_shrinks_afterwards() -> None:
     frame = long.encode()
     reader.read(frame[:READ_SIZE])
     assert len(reader.decoder.buffer()) == len(frame) - READ_SIZE
-    assert reader.read(frame[READ_SIZE:], Ping(1).encode()) == [long, Ping(1)]
+    assert reader.read(frame[READ_SIZE:], Ping(0, 1).encode()) == [long, Ping(0, 1)]
     assert len(reader.decoder.buffer()) == READ_SIZE
 
 

@@ -24,8 +24,8 @@ OTHERS: tuple[Packet, ...] = (
     Eof(1),
     Close(1, "reset", "a stream's"),
     Credit(1, 1),
-    Ping(1),
-    Pong(1),
+    Ping(0, 1),
+    Pong(0, 1),
     Drain(1, "soft", "signal", 1, 0),
 )
 

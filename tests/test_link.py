@@ -150,7 +150,7 @@ class TestHandshake:
 
     async def test_frames_right_behind_the_hello_are_served(self, nursery: trio.Nursery, make_raw: MakeRaw) -> None:
         raw = make_raw("server")
-        await raw.peer.send(Hello(VERSION, AGENT.to_info()), Ping(7))
+        await raw.peer.send(Hello(VERSION, AGENT.to_info()), Ping(0, 7))
         nursery.start_soon(raw.link.run)
         assert {type(await raw.peer.next()) for _ in range(2)} == {Welcome, Pong}
 
@@ -187,11 +187,11 @@ class TestKeepalive:
     async def test_anything_heard_counts(self, autojump_clock: MockClock, silent: RawLink) -> None:
         for _ in range(100):
             await trio.sleep(14)
-            await silent.peer.send(Pong(1))
+            await silent.peer.send(Pong(0, 1))
         assert silent.link.why is None
 
     async def test_a_part_of_a_frame_counts(self, autojump_clock: MockClock, silent: RawLink) -> None:
-        for byte in Ping(1).encode():
+        for byte in Ping(0, 1).encode():
             await trio.sleep(14)
             await silent.peer.send(bytes([byte]))
         assert silent.link.why is None
@@ -375,9 +375,9 @@ class TestCongestion:
         self, tcp_pair: TcpPair, nursery: trio.Nursery, as_stream: Callable[..., trio.SocketStream]
     ) -> None:
         _, far = await _linked_to_a_wall(tcp_pair, nursery, as_stream, high_water=4 << 20)
-        await far.send_all(Ping(9).encode())
+        await far.send_all(Ping(0, 9).encode())
         await wait_all_tasks_blocked()
-        received, before = Pong(9).encode(), bytearray()
+        received, before = Pong(0, 9).encode(), bytearray()
         while received not in before:
             before += await far.receive_some()
         assert len(before) < 2 << 20
@@ -599,8 +599,8 @@ class TestNonsense:
         raw = make_raw("server")
         nursery.start_soon(raw.link.run)
         await raw.peer.shake_hands(AGENT)
-        await raw.peer.send(frame(msgpack.packb([99, "future"])), Ping(3))
-        assert await raw.peer.next() == Pong(3)
+        await raw.peer.send(frame(msgpack.packb([99, "future"])), Ping(0, 3))
+        assert await raw.peer.next() == Pong(0, 3)
         assert raw.link._decoder.unknown == 1
 
     async def test_control_packets_are_handed_on(self, make_links: MakeLinks) -> None:
@@ -705,8 +705,8 @@ def _mutant(dice: random.Random) -> bytes:
         Eof(stream),
         Close(stream or 1, "reset", "x"),
         Credit(stream, dice.choice((1, 1000))),
-        Ping(stream),
-        Pong(stream),
+        Ping(0, stream),
+        Pong(0, stream),
         Drain(1, "soft", "x", 1, 1),
     ]
     data = bytearray(dice.choice([*(packet.encode() for packet in packets), data_header(stream, 5) + b"hello"]))
@@ -866,7 +866,7 @@ async def test_a_fault_in_sending_ends_its_link_alone(make_links: MakeLinks, cap
         raise KeyError("a bug")
 
     links.agent._transport.send = fault  # type: ignore[method-assign]
-    links.agent.session.send_control(Ping(1))
+    links.agent.session.send_control(Ping(0, 1))
     links.agent.flush()
     await links.agent.ended.wait()
     await links.server.ended.wait()

@@ -148,13 +148,6 @@ async def test_an_agent_hears_of_a_changed_server_count(house: House, caplog: py
     assert any("server count" in message for message in _messages(caplog, logging.DEBUG, "tunnel.sync"))
 
 
-async def test_a_link_of_a_client_is_refused_with_a_reason(house: House) -> None:
-    await house.serve()
-    with pytest.raises(HandshakeRefused) as caught:
-        await _linked(house, Identity("client", "someone"), [])
-    assert (caught.value.code, caught.value.text) == ("denied", "links of role client are not served here")
-
-
 async def test_an_agent_that_is_linked_already_is_refused_as_a_duplicate(house: House) -> None:
     server = await house.serve()
     me = Identity("agent", "one", linked=(server.identity.instance,))

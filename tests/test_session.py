@@ -436,13 +436,13 @@ def test_a_second_eof_is_refused() -> None:
 def test_a_peer_that_asks_and_never_reads_the_answers_is_refused() -> None:
     side = _acceptor()
     with pytest.raises(RemoteProtocolError, match="bytes of answers are waiting to be read"):
-        side.receive(*[Ping(1)] * 1_000_000)
+        side.receive(*[Ping(0, 1)] * 1_000_000)
 
 
 def test_a_peer_that_reads_the_answers_may_ask_on() -> None:
     side = _acceptor()
     for _ in range(500):
-        side.receive(*[Ping(1)] * 1000)
+        side.receive(*[Ping(0, 1)] * 1000)
         side.session.take(ALL)
 
 
@@ -650,9 +650,9 @@ def _growing(most: int = 4 * WINDOW, spare: int = ALL) -> tuple[Side, Stream]:
 def test_a_window_that_its_peer_used_up_while_the_sink_waited_doubles() -> None:
     side, stream = _growing()
     stream.consumed(WINDOW // 2)
-    assert side.takes() == [Credit(1, WINDOW // 2), Ping(0)]
+    assert side.takes() == [Credit(1, WINDOW // 2), Ping(1, 0)]
     side.session.receive_data(1, memoryview(bytes(WINDOW // 2)))
-    side.receive(Pong(0))
+    side.receive(Pong(1, 0))
     assert side.takes() == [Credit(1, WINDOW)]
     assert stream.window == 2 * WINDOW
 
@@ -662,7 +662,7 @@ def test_a_window_whose_peer_had_credit_left_stays() -> None:
     stream.consumed(WINDOW // 2)
     side.takes()
     side.session.receive_data(1, memoryview(bytes(WINDOW // 2 - 1)))
-    side.receive(Pong(0))
+    side.receive(Pong(1, 0))
     assert side.takes() == []
     assert stream.window == WINDOW
 
@@ -680,7 +680,7 @@ def _use_up(side: Side, stream: Stream) -> None:
     side.session.receive_data(stream.id, memoryview(bytes(half)))
     stream.consumed(half)
     side.session.receive_data(stream.id, memoryview(bytes(stream.window - half)))
-    side.receive(Pong(0))
+    side.receive(Pong(stream.id, 0))
     stream.consumed(stream.window - half)
     side.takes()
 
@@ -702,7 +702,7 @@ def test_windows_grow_within_what_the_link_has_to_spare_and_give_it_back() -> No
     side, stream = _growing(spare=WINDOW // 4)
     stream.consumed(WINDOW // 2)
     side.session.receive_data(1, memoryview(bytes(WINDOW // 2)))
-    side.receive(Pong(0))
+    side.receive(Pong(1, 0))
     assert stream.window == WINDOW + WINDOW // 4
     assert side.session._spare == 0
     stream.reset("cancelled", "")
@@ -717,7 +717,7 @@ def test_one_window_is_looked_at_at_a_time() -> None:
     stream.consumed(WINDOW // 2)
     side.session.receive_data(2, memoryview(bytes(WINDOW // 2)))
     other.consumed(WINDOW // 2)
-    assert [packet for packet in side.takes() if isinstance(packet, Ping)] == [Ping(0)]
+    assert [packet for packet in side.takes() if isinstance(packet, Ping)] == [Ping(1, 0)]
 
 
 def test_a_stream_that_ended_meanwhile_gets_nothing() -> None:
@@ -726,13 +726,14 @@ def test_a_stream_that_ended_meanwhile_gets_nothing() -> None:
     side.session.receive_data(1, memoryview(bytes(WINDOW // 2)))
     stream.reset("cancelled", "")
     side.takes()
-    side.receive(Pong(0))
+    side.receive(Pong(1, 0))
     assert side.takes() == []
 
 
-def test_an_answer_that_nobody_asked_for_changes_nothing() -> None:
+@pytest.mark.parametrize("number", [0, 1, 7])
+def test_an_answer_that_nobody_asked_for_changes_nothing(number: int) -> None:
     side, stream = _growing()
-    side.receive(Pong(0))
+    side.receive(Pong(number, 0))
     assert side.takes() == []
     assert stream.window == WINDOW
 
@@ -845,7 +846,7 @@ def test_control_overtakes_data(pair: Pair) -> None:
     other, _ = pair.open()
     near.send(b"data")
     other.reset("reset", "gone")
-    pair.opener.session.send_control(Ping(1))
+    pair.opener.session.send_control(Ping(0, 1))
     pair.opener.session.open("x", 1, 1, {}, lambda error: None)
     kinds = [packet if isinstance(packet, tuple) else type(packet) for packet in pair.opener.takes()]
     assert kinds == [Close, Ping, DialReq, (near.id, b"data")]
@@ -856,8 +857,8 @@ def test_control_overtakes_data_that_did_not_fit_the_last_take(pair: Pair) -> No
     near.send(b"one")
     near.send(b"two")
     assert pair.opener.takes(1) == [(1, b"one")]
-    pair.opener.session.send_control(Ping(1))
-    assert pair.opener.takes(1) == [Ping(1), (1, b"two")]
+    pair.opener.session.send_control(Ping(0, 1))
+    assert pair.opener.takes(1) == [Ping(0, 1), (1, b"two")]
 
 
 def test_an_answer_is_ahead_of_its_streams_data() -> None:
@@ -967,7 +968,7 @@ def test_queued_counts_data_and_eof(size: int) -> None:
 
 
 def test_queued_does_not_count_control(pair: Pair) -> None:
-    pair.opener.session.send_control(Ping(1))
+    pair.opener.session.send_control(Ping(0, 1))
     assert pair.opener.session.queued == 0
     assert pair.opener.session.has_output
 
@@ -1050,8 +1051,8 @@ def test_the_memory_of_answered_streams_is_bounded(pair: Pair) -> None:
 def test_a_ping_is_answered_ahead_of_data() -> None:
     side = _acceptor()
     side.dialled[0][0].send(b"data")
-    side.receive(Ping(7))
-    assert side.takes() == [Pong(7), (1, b"data")]
+    side.receive(Ping(0, 7))
+    assert side.takes() == [Pong(0, 7), (1, b"data")]
     assert side.control == []
 
 

@@ -318,7 +318,7 @@ async def test_the_reset_of_a_closed_stream_reaches_the_peer_once(nursery: trio.
     await raw.peer.next()
     await taken[0].aclose()
     data = bytes.fromhex("0000000d9307ce00000001c60000000178")
-    await raw.peer.send(data, data, data, Ping(5))
+    await raw.peer.send(data, data, data, Ping(0, 5))
     heard = [await raw.peer.next() for _ in range(3)]
-    assert heard == [Eof(1), Close(1, "closed", "the peer of this stream closed it"), Pong(5)]
+    assert heard == [Eof(1), Close(1, "closed", "the peer of this stream closed it"), Pong(0, 5)]
     assert taken[0].core.state is State.CLOSED

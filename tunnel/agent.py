@@ -12,7 +12,7 @@ This file must not know the command line, or servers' insides.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import trio
 
@@ -25,8 +25,10 @@ from tunnel.errors import (
     DialError,
     DialProtocolError,
     DialTimeout,
+    Refused,
     RefusedDraining,
     StreamReset,
+    first_of,
 )
 from tunnel.frames import DialReq, Drain, DrainAck, Packet, Welcome
 from tunnel.handshake import DiallingHandshake, Identity, new_instance
@@ -34,7 +36,7 @@ from tunnel.lifecycle import Lifecycle, live
 from tunnel.link import Link
 from tunnel.relay import Switchboard
 from tunnel.session import State
-from tunnel.stream import TunnelStream
+from tunnel.stream import Dialling, TunnelStream
 from tunnel.sync import SyncLoop
 from tunnel.transport import SocketTransport
 
@@ -43,24 +45,16 @@ log = logs.get_logger(__name__)
 _ACK = 5.0  # seconds that a server has for acknowledging a DRAIN
 
 
-class _Dialling:
-    """The sink of a stream whose target is being connected: only a reset can come."""
-
-    __slots__ = ("_scope",)
-
-    def __init__(self, scope: trio.CancelScope) -> None:
-        self._scope = scope
-
-    def on_reset(self, code: str, text: str) -> None:
-        self._scope.cancel()
-
-    def on_data(self, data: memoryview) -> None: ...
-    def on_eof(self) -> None: ...
-    def on_credit(self) -> None: ...
+Service = Callable[[trio.abc.HalfCloseableStream], Awaitable[None]]
+"""Serves one connection, as a handler of ``trio.serve_tcp`` does."""
 
 
 class Agent:
     """One agent.
+
+    Args:
+        services: what serves a target in this process, by ``HOST:PORT``. If given, these are all that the agent
+            serves: other targets are refused, and it connects nowhere.
 
     Attributes:
         life: where it is between start and exit.
@@ -68,14 +62,18 @@ class Agent:
         linked: set while there is a link; replaced by a new event when the last one is lost.
         draining: whether servers were asked to prefer other agents.
         served: how many dials were answered with a stream.
+
+    Raises:
+        AddressError: a key of ``services`` is no target.
     """
 
-    def __init__(self, config: AgentConfig) -> None:
+    def __init__(self, config: AgentConfig, services: Mapping[str, Service] | None = None) -> None:
         self.config = config
         self.life = Lifecycle(self, config.timeouts.shutdown)
         self.linked = trio.Event()
         self.served = 0
         self.draining = False
+        self._services = None if services is None else {Target.parse(at): talk for at, talk in services.items()}
         self._instance = new_instance()
         self._board = Switchboard()
         self._connector = Connector()
@@ -204,40 +202,68 @@ class Agent:
 
     def _dialled(self, stream: TunnelStream, request: DialReq) -> None:
         if not self.life.spawn(self._serve, stream, request):
-            stream.core.refuse(RefusedDraining("the agent has left"))
+            stream.refuse(RefusedDraining("the agent has left"))
 
     async def _serve(self, stream: TunnelStream, request: DialReq) -> None:
         """One stream, from its DIAL_REQ to the end of both directions."""
-        seconds = request.ms / 1000
+        try:
+            target = Target(request.host, request.port)
+            if self._services is not None:
+                await self._serve_here(stream, target, self._services)
+            else:
+                await self._serve_there(stream, target, request.ms / 1000)
+        except AddressError as error:
+            self._refuse(stream, request, DialProtocolError(str(error)))
+        except DialError as error:
+            self._refuse(stream, request, error)
+
+    def _refuse(self, stream: TunnelStream, request: DialReq, error: DialError) -> None:
+        if stream.core.state is State.DIALLING:  # still wanted
+            log.info("dial failed", target=f"{request.host}:{request.port}", code=error.code, cause=error.text)
+            stream.refuse(error)
+
+    async def _serve_there(self, stream: TunnelStream, target: Target, seconds: float) -> None:
+        """Connect to the target, and carry the stream."""
         with trio.move_on_after(seconds) as scope:
-            stream.core.attach(_Dialling(scope))
-            try:
-                target = Target(request.host, request.port)
-                sock = await self._connector.connect(target.host, target.port)
-            except (DialError, AddressError) as error:
-                self._refuse(stream, request, error if isinstance(error, DialError) else DialProtocolError(str(error)))
-                return
-        if scope.cancelled_caught:
-            text = f"{request.host} port {request.port}: no answer within {seconds:g} s"
-            self._refuse(stream, request, DialTimeout(text))
-        elif stream.core.state is not State.DIALLING:
-            sock.close()
+            stream.core.attach(Dialling(scope))
+            sock = await self._connector.connect(target.host, target.port)
+        if stream.core.state is not State.DIALLING:  # given up meanwhile
+            if not scope.cancelled_caught:
+                sock.close()
+        elif scope.cancelled_caught:
+            raise DialTimeout(f"{target.host} port {target.port}: no answer within {seconds:g} s")
         else:
             stream.core.accept()
             self.served += 1
             await self._carry(stream, sock)
 
-    def _refuse(self, stream: TunnelStream, request: DialReq, error: DialError) -> None:
-        if stream.core.state is State.DIALLING:
-            log.info("dial failed", target=f"{request.host}:{request.port}", code=error.code, cause=error.text)
-            stream.core.refuse(error)
-            stream.outlet.flush()
+    async def _serve_here(self, stream: TunnelStream, target: Target, services: Mapping[Target, Service]) -> None:
+        """Have a service of this process talk on the stream."""
+        service = services.get(target)
+        if service is None:
+            raise Refused(f"{target}: this agent has no such service")
+        stream.core.accept()
+        stream.outlet.flush()
+        self.served += 1
+        try:
+            await _talk(service, stream)
+            await stream.aclose()
+        except BaseException:
+            stream.reset("reset", "the service failed")
+            raise
 
     async def _carry(self, stream: TunnelStream, sock: socket.socket) -> None:
         try:
             await self._board.join(sock, stream)
         except StreamReset as error:
             log.debug("stream reset", stream=stream.core.id, code=error.code, cause=error.text)
+
+
+async def _talk(service: Service, stream: TunnelStream) -> None:
+    try:
+        await service(stream)
+    except* trio.BrokenResourceError as group:
+        log.debug("stream reset", stream=stream.core.id, cause=first_of(group))
 
 
 def run(config: AgentConfig) -> int:

@@ -383,9 +383,12 @@ class Backends:
 
     # -- dialling
 
-    async def dial(self, target: Target, seconds: float, agent: str | None = None) -> TunnelStream:
+    async def dial(
+        self, target: Target, seconds: float, agent: str | None = None, window: int | None = None
+    ) -> TunnelStream:
         """A stream to ``target`` through the backend that should serve it, within ``seconds``.
 
+        ``window``: bytes that may come unasked, if not what the link's limits say.
         If cancelled, the agent is told, and no stream is left.
 
         Raises:
@@ -395,20 +398,23 @@ class Backends:
         with trio.CancelScope(deadline=deadline):
             decision = self.decide(target, agent)
             try:
-                return await self._dial_through(decision, target, seconds)
+                return await self._dial_through(decision, target, seconds, window)
             except (LinkLost, RefusedDraining) as error:
                 first = error
             decision = self.decide(target, agent, besides=decision.backend.instance)
             self.redispatched[first.code] += 1
             log.debug("dial goes to another", target=target, agent=decision.backend.name, cause=first.code)
-            return await self._dial_through(decision, target, deadline - trio.current_time())
+            return await self._dial_through(decision, target, deadline - trio.current_time(), window)
         raise DialTimeout(f"{target}: no answer within {seconds:g} s")
 
-    async def _dial_through(self, decision: Decision, target: Target, seconds: float) -> TunnelStream:
+    async def _dial_through(
+        self, decision: Decision, target: Target, seconds: float, window: int | None
+    ) -> TunnelStream:
         self.fallbacks += decision.fallback
         agent = decision.backend.name
+        ms = max(1, int(seconds * 1000))
         try:
-            stream = await decision.backend.link.dial(target.host, target.port, ms=max(1, int(seconds * 1000)))
+            stream = await decision.backend.link.dial(target.host, target.port, ms=ms, window=window)
         except DialError as error:
             error.agent = agent
             raise

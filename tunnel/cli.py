@@ -25,10 +25,13 @@ from tunnel.config import (
     STRATEGIES,
     AgentConfig,
     Claims,
+    ClientConfig,
     Forward,
     ServerConfig,
+    check_exposed,
     load_file,
     parse_agent_name,
+    parse_destination,
     parse_duration,
     parse_strategies,
 )
@@ -67,7 +70,7 @@ class Program(click.Group):
 
 def _defaults_from_file(path: str) -> dict[str, dict[str, Any]]:
     """The file's contents as click's default map, which goes by parameter names: ``dial_timeout``."""
-    known = {section: _keys(program.commands[section]) for section in ("server", "agent")}
+    known = {section: _keys(program.commands[section]) for section in ("server", "agent", "forward", "connect")}
     return {
         section: {key.replace("-", "_"): value for key, value in table.items()}
         for section, table in load_file(path, known).items()
@@ -93,6 +96,7 @@ _option = partial(click.option, show_envvar=True)
 _listen = Parsed("address", ListenAddress.parse)
 _connect = Parsed("address", lambda text: None if text == "off" else ListenAddress.parse(text))
 _forward = Parsed("forward", Forward.parse)
+_destination = Parsed("target", parse_destination)
 _target = Parsed("address", Target.parse)
 _duration = Parsed("duration", parse_duration)
 _name = Parsed("name", parse_agent_name)
@@ -117,7 +121,7 @@ def _log_options(command: Callable[..., None]) -> Callable[..., None]:
     metavar="FILE",
     callback=_set_defaults,
     expose_value=False,
-    help="TOML with the sections [server] and [agent]; keys are the flags without their dashes.",
+    help="TOML with a section for each command, like [server]; keys are the flags without their dashes.",
 )
 def program() -> None:
     """Reach services in private networks, through agents that dial out of them.
@@ -178,12 +182,7 @@ def _server(
 ) -> None:
     """Take links from agents, and open streams through them."""
     config = ServerConfig(listen, connect, forward, dial_timeout, insecure, strategy, server_count)
-    config.check()
-    _log_to_stderr(log_level, log_format)
-    if exposed := config.exposed():
-        from tunnel import logs
-
-        logs.get_logger(__name__).warning("insecure", exposed=", ".join(exposed))
+    _check_exposed(config.exposed(), insecure, log_level, log_format)
     from tunnel import server
 
     raise SystemExit(server.run(config))
@@ -240,6 +239,49 @@ def _agent(
     raise SystemExit(agent.run(config))
 
 
+_servers = _option(
+    "--server",
+    type=_target,
+    metavar="HOST:PORT",
+    multiple=True,
+    required=True,
+    help=f"Where to find a server; of several, the first that can be linked to. {_SEVERAL}",
+)
+
+
+@program.command("forward")
+@click.argument("forwards", type=_forward, metavar="LISTEN=TARGET[@AGENT]...", nargs=-1, required=True)
+@_servers
+@_option(
+    "--insecure", is_flag=True, help="Listen on addresses that others can reach, though nobody proves who they are."
+)
+@_log_options
+def _forward_ports(
+    forwards: tuple[Forward, ...], server: tuple[Target, ...], insecure: bool, log_level: str, log_format: str
+) -> None:
+    """Listen on local ports that lead to targets, like 5432=db.internal:5432; with @AGENT, through that one."""
+    exposed = [str(forward) for forward in forwards if not forward.listen.is_loopback]
+    _check_exposed(exposed, insecure, log_level, log_format)
+    from tunnel import forwarder
+
+    raise SystemExit(forwarder.run(ClientConfig(server), forwards))
+
+
+@program.command("connect")
+@click.argument("target", type=_destination, metavar="TARGET[@AGENT]")
+@_servers
+def _connect_stdio(target: tuple[Target, str | None], server: tuple[Target, ...]) -> None:
+    """Connect standard input and output to a target, as for ssh -o ProxyCommand='tunnel connect %h:%p ...'.
+
+    Ends with 0 when both directions have ended, 1 when the stream was reset, 69 when the target cannot be reached, 75
+    when that may work later.
+    """
+    _log_to_stderr("error", "auto")
+    from tunnel import stdio
+
+    raise SystemExit(stdio.run(server, *target))
+
+
 @program.command("demo")
 def _demo() -> None:
     """Show it all in one process, on loopback and free ports."""
@@ -247,6 +289,16 @@ def _demo() -> None:
     from tunnel import demo
 
     raise SystemExit(demo.run())
+
+
+def _check_exposed(exposed: list[str], insecure: bool, log_level: str, log_format: str) -> None:
+    """Set up the log; its first line is what strangers can reach, if they may at all."""
+    check_exposed(exposed, insecure)
+    _log_to_stderr(log_level, log_format)
+    if exposed:
+        from tunnel import logs
+
+        logs.get_logger(__name__).warning("insecure", exposed=", ".join(exposed))
 
 
 def _log_to_stderr(level: str, fmt: str) -> None:

@@ -11,8 +11,9 @@ This file must not know the command line: the names that a file may use are hand
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -98,12 +99,11 @@ class Forward:
             ConfigError: there is no ``=``, or one of the parts is not taken.
         """
         listen, equals, rest = text.partition("=")
-        target, at, agent = rest.partition("@")
         if not equals:
             raise ConfigError(
                 f"{_shown(text)} is not a forward; taken: LISTEN=TARGET[@AGENT], like 5432=db.internal:5432"
             )
-        return cls(ListenAddress.parse(listen), Target.parse(target), parse_agent_name(agent) if at else None)
+        return cls(ListenAddress.parse(listen), *parse_destination(rest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +148,20 @@ class ServerConfig:
         Raises:
             ConfigError: an address is not loopback, and ``insecure`` is not set.
         """
-        exposed = self.exposed()
-        if exposed and not self.insecure:
-            raise ConfigError(
-                f"{', '.join(exposed)}: not a loopback address, and no credentials are configured, so anyone who "
-                "reaches it could use the tunnel; listen on loopback, or say --insecure to serve them all the same"
-            )
+        check_exposed(self.exposed(), self.insecure)
+
+
+def check_exposed(exposed: Sequence[str], insecure: bool) -> None:
+    """Refuse to serve strangers unless told to; ``exposed`` are the addresses that are not loopback.
+
+    Raises:
+        ConfigError: there are some, and ``insecure`` is not set.
+    """
+    if exposed and not insecure:
+        raise ConfigError(
+            f"{', '.join(exposed)}: not a loopback address, and no credentials are configured, so anyone who "
+            "reaches it could use the tunnel; listen on loopback, or say --insecure to serve them all the same"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +213,36 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         parse_agent_name(self.name)
-        object.__setattr__(self, "servers", tuple(dict.fromkeys(self.servers)))
-        if not self.servers:
-            raise ConfigError("no server is given; taken: one or more HOST:PORT")
+        object.__setattr__(self, "servers", _some_servers(self.servers))
+
+
+@dataclass(frozen=True, slots=True)
+class ClientConfig:
+    """What a client needs to know.
+
+    Attributes:
+        servers: where it links to, in the order tried.
+        name: what servers' logs call it.
+
+    Raises:
+        ConfigError: the name is not taken, or there is no server.
+    """
+
+    servers: tuple[Target, ...]
+    name: str = field(default_factory=lambda: os.uname().nodename)
+    limits: Limits = field(default_factory=Limits)
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+    def __post_init__(self) -> None:
+        parse_agent_name(self.name)
+        object.__setattr__(self, "servers", _some_servers(self.servers))
+
+
+def _some_servers(servers: tuple[Target, ...]) -> tuple[Target, ...]:
+    """Without those that are there twice."""
+    if not servers:
+        raise ConfigError("no server is given; taken: one or more HOST:PORT")
+    return tuple(dict.fromkeys(servers))
 
 
 def parse_strategies(text: str) -> tuple[str, ...]:
@@ -235,6 +270,16 @@ def parse_agent_name(text: str) -> str:
             f"{_shown(text)} is not an agent name; taken: 1 to {LONGEST_NAME} printable characters, no spaces"
         )
     return text
+
+
+def parse_destination(text: str) -> tuple[Target, str | None]:
+    """A target, and the name of the agent to reach it through if there is one, from ``TARGET[@AGENT]``.
+
+    Raises:
+        ConfigError: one of the parts is not taken.
+    """
+    target, at, agent = text.partition("@")
+    return Target.parse(target), parse_agent_name(agent) if at else None
 
 
 def parse_duration(text: str) -> float:

@@ -133,6 +133,14 @@ class NoBackend(DialError):
     exit_code = 75
 
 
+class NoServer(DialError):
+    """No server could be linked to; the text says of each why. Only a client's own side says it."""
+
+    code = "no_server"
+    http_status = 503
+    exit_code = 75
+
+
 class RefusedDraining(DialError):
     """The agent is leaving and takes no dial any more."""
 
@@ -164,6 +172,7 @@ DIAL_ERRORS: dict[str, type[DialError]] = {
         DialTimeout,
         Denied,
         NoBackend,
+        NoServer,
         RefusedDraining,
         LinkLost,
         DialProtocolError,

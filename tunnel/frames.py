@@ -129,9 +129,10 @@ class Credit(Packet):
 
 @dataclass(frozen=True, slots=True)
 class Ping(Packet):
-    """Answered at once by a PONG with the same token."""
+    """Answered at once by a PONG with the same fields; stream 0 is the link itself."""
 
     type = 11
+    stream: int
     token: int
 
 
@@ -140,6 +141,7 @@ class Pong(Packet):
     """Answer to PING."""
 
     type = 12
+    stream: int
     token: int
 
 

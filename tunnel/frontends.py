@@ -1,10 +1,10 @@
-"""The ways in: HTTP CONNECT and forwarded ports. Each is a handler for one accepted socket.
+"""The ways in: HTTP CONNECT and forwarded ports, each a handler for one accepted socket; and the streams of clients.
 
 Rules that hold here:
 
-- The handler's task owns its connection from the accepted socket to the end of both directions.
+- The handler's task owns its connection from the accepted socket, or the DIAL_REQ, to the end of both directions.
 - No byte reaches the client before the reply that is due, and none of the client's is lost or repeated.
-- A dial that fails is answered in the front-end's own terms: a status and a text, or a reset without a byte.
+- A dial that fails is answered in the front-end's own terms: a status and a text, a reset without a byte, a DIAL_RSP.
 - No connection waits for ever for its request: the head has one total deadline.
 
 This file must not know how a backend is chosen, how bytes are moved, or the server that owns the listeners.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import trio
@@ -21,12 +22,15 @@ import trio
 from tunnel import logs
 from tunnel.address import Target
 from tunnel.backends import Backends
-from tunnel.config import Forward, ServerConfig
-from tunnel.errors import DialError, StreamReset
+from tunnel.bridge import Bridge
+from tunnel.config import Forward, Limits, Timeouts, parse_agent_name
+from tunnel.errors import ConfigError, DialError, DialProtocolError, StreamReset
+from tunnel.frames import DialReq
 from tunnel.http_connect import ESTABLISHED, BadRequest, ConnectRequest, Head
 from tunnel.listen import Handler
 from tunnel.relay import Switchboard, close_with_reset
-from tunnel.stream import TunnelStream
+from tunnel.session import State
+from tunnel.stream import Dialling, TunnelStream
 
 log = logs.get_logger(__name__)
 
@@ -34,13 +38,18 @@ _READ = 16 * 1024
 _LINGER = 1.0  # seconds in which a client may take a refusal
 
 
-class FrontEnds:
-    """What every front-end needs: somewhere to dial, and something that moves the bytes."""
+Dial = Callable[[Target, str | None], Awaitable[TunnelStream]]
+"""A stream to a target, through the agents of one name if it is given; raises ``DialError``."""
 
-    def __init__(self, backends: Backends, board: Switchboard, config: ServerConfig) -> None:
-        self._backends = backends
+
+class FrontEnds:
+    """The ways in for sockets, and what they need: somewhere to dial, and something that moves the bytes."""
+
+    def __init__(self, dial: Dial, board: Switchboard, limits: Limits, timeouts: Timeouts) -> None:
+        self._dial_target = dial
         self._board = board
-        self._config = config
+        self._limits = limits
+        self._timeouts = timeouts
 
     def forward(self, forward: Forward) -> Handler:
         """The handler of a port that leads to a target."""
@@ -57,7 +66,7 @@ class FrontEnds:
 
     async def connect(self, sock: socket.socket) -> None:
         """The handler of the CONNECT front-end."""
-        head = Head(self._config.limits.head)
+        head = Head(self._limits.head)
         with sock:
             try:
                 request = await self._read_head(sock, head)
@@ -71,7 +80,7 @@ class FrontEnds:
     async def _read_head(self, sock: socket.socket, head: Head) -> ConnectRequest | None:
         """The request; None if the client left without one."""
         started = False
-        with trio.move_on_after(self._config.timeouts.head):
+        with trio.move_on_after(self._timeouts.head):
             while True:
                 await trio.lowlevel.wait_readable(sock)
                 try:
@@ -86,7 +95,7 @@ class FrontEnds:
                 request = head.feed(data)
                 if request is not None:
                     return request
-        raise BadRequest(408, f"no whole request within {self._config.timeouts.head:g} s")
+        raise BadRequest(408, f"no whole request within {self._timeouts.head:g} s")
 
     async def _tunnel(self, sock: socket.socket, request: ConnectRequest) -> None:
         stream = await self._dial("connect", request.target, request.agent)
@@ -99,10 +108,9 @@ class FrontEnds:
 
     async def _dial(self, use: str, target: Target, agent: str | None) -> TunnelStream:
         try:
-            return await self._backends.dial(target, self._config.dial_timeout, agent)
+            return await self._dial_target(target, agent)
         except DialError as error:
-            asked = {"agent": error.agent} if error.agent else {}
-            log.info("dial failed", use=use, target=target, **asked, code=error.code, cause=error.text)
+            _log_failed(use, target, error)
             raise
 
     async def _join(self, sock: socket.socket, stream: TunnelStream, early: bytes = b"") -> None:
@@ -110,6 +118,58 @@ class FrontEnds:
             await self._board.join(sock, stream, early)
         except StreamReset as error:
             log.debug("stream reset", stream=stream.core.id, code=error.code, cause=error.text)
+
+
+class ClientLinks:
+    """The way in for clients' links: each DIAL_REQ is dialled through an agent, and the two streams are bridged.
+
+    Args:
+        seconds: longest time that a dial may take, whatever the client says.
+    """
+
+    def __init__(self, backends: Backends, bridge: Bridge, seconds: float) -> None:
+        self._backends = backends
+        self._bridge = bridge
+        self._seconds = seconds
+
+    async def serve(self, stream: TunnelStream, request: DialReq) -> None:
+        """One stream of a client."""
+        window = stream.core.credit
+        with trio.CancelScope() as scope:
+            stream.core.attach(Dialling(scope))
+            try:
+                through = await self._dial(request, window)
+            except DialError as error:
+                _log_failed("client", f"{request.host}:{request.port}", error)
+                stream.refuse(error)
+                return
+        if scope.cancelled_caught:
+            return
+        if stream.core.state is not State.DIALLING:  # given up while the answer was on its way
+            through.reset("cancelled", "the dial was given up")
+            return
+        try:
+            await self._bridge.join(stream, through, window)
+        except StreamReset as error:
+            log.debug("stream reset", stream=stream.core.id, code=error.code, cause=error.text)
+
+    async def _dial(self, request: DialReq, window: int) -> TunnelStream:
+        agent = request.options.get("agent")
+        if not isinstance(agent, str | None):
+            raise DialProtocolError("the option agent is not a text")
+        try:
+            target = Target(request.host, request.port)
+            if agent is not None:
+                parse_agent_name(agent)
+        except ConfigError as error:
+            raise DialProtocolError(str(error)) from error
+        seconds = min(self._seconds, request.ms / 1000)
+        return await self._backends.dial(target, seconds, agent, window)
+
+
+def _log_failed(use: str, target: object, error: DialError) -> None:
+    asked = {"agent": error.agent} if error.agent else {}
+    log.info("dial failed", use=use, target=target, **asked, code=error.code, cause=error.text)
 
 
 async def _refuse(sock: socket.socket, reply: bytes) -> None:

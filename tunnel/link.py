@@ -68,6 +68,7 @@ class Link:
         on_control: called with packets about the link, such as DRAIN.
         on_linked: called once, when the peer is known and before anything else it sends is looked at.
         on_end: called once, at the moment it is certain that the link ends.
+        on_turn: called whenever all that was received has been dealt with, and when the streams were reset at the end.
 
     Attributes:
         open_streams: how many streams are open or being dialled; wait for 0 to see the link idle.
@@ -87,6 +88,7 @@ class Link:
         on_control: Callable[[Packet], None] = ignore_control,
         on_linked: Callable[[], None] = lambda: None,
         on_end: Callable[[], None] = lambda: None,
+        on_turn: Callable[[], None] = lambda: None,
     ) -> None:
         self.open_streams: AsyncValue[int] = AsyncValue(0)
         self.ended = trio.Event()
@@ -100,6 +102,7 @@ class Link:
         self._on_control = on_control
         self._on_linked = on_linked
         self._on_end = on_end
+        self._on_turn = on_turn
         self.session = Session(
             opener=False,
             window=limits.first_window,
@@ -185,6 +188,7 @@ class Link:
     async def _bury(self) -> None:
         self._end(LinkStopped("this side was stopped"))
         self.session.end(LinkLost.code, str(self.why))
+        self._on_turn()
         self._room()
         with trio.move_on_after(_GOODBYE):
             if self._farewell:
@@ -218,14 +222,14 @@ class Link:
     @property
     def congested(self) -> bool:
         """Whether so much DATA is queued that sockets of this link should not be read now."""
-        return self.session.queued > self._limits.high_water
+        return self.session.own_queued > self._limits.high_water
 
     def when_room(self, call: Callable[[], None]) -> None:
         """Have ``call`` called once, when the queue is down to half the high-water mark or the link has ended."""
         self._waiting[call] = None
 
     def _room(self) -> None:
-        if self._waiting and (self.why or self.session.queued * 2 <= self._limits.high_water):
+        if self._waiting and (self.why or self.session.own_queued * 2 <= self._limits.high_water):
             calls, self._waiting = self._waiting, {}
             for call in calls:
                 call()
@@ -276,6 +280,7 @@ class Link:
                 self._heard = True
                 self._decoder.received(count)
                 self.flush()
+                self._on_turn()
             self._end(LinkClosed("the peer closed the connection"))
         except HandshakeRefused as error:
             await self.close(error.code, error.text, error)
@@ -326,14 +331,17 @@ class Link:
                 seconds = self._timeouts.keepalive * _MISSES
                 self._end(LinkClosed(f"nothing was heard for {seconds:g} s"))
             token = token % 0xFFFF + 1
-            self.session.send_control(Ping(token))
+            self.session.send_control(Ping(0, token))
             self.flush()
 
     # -- streams
 
-    async def dial(self, host: str, port: int, *, ms: int, options: dict[str, Any] | None = None) -> TunnelStream:
+    async def dial(
+        self, host: str, port: int, *, ms: int, options: dict[str, Any] | None = None, window: int | None = None
+    ) -> TunnelStream:
         """Ask the peer for a stream to ``host:port``, which it should reach within ``ms`` milliseconds.
 
+        ``window``: bytes that may come unasked, if not what the limits say.
         If cancelled, the peer is told, and no stream is left on either side.
 
         Raises:
@@ -348,7 +356,7 @@ class Link:
             answer.append(error)
             trio.lowlevel.reschedule(task)
 
-        stream = self.session.open(host, port, ms, options or {}, answered)
+        stream = self.session.open(host, port, ms, options or {}, answered, window)
 
         def abort(_: object) -> trio.lowlevel.Abort:
             stream.reset("cancelled", "the dial was given up")

@@ -17,16 +17,26 @@ import socket
 import trio
 
 from tunnel import logs
-from tunnel.address import ListenAddress
+from tunnel.address import ListenAddress, Target
 from tunnel.backends import Backend, Backends
+from tunnel.bridge import Bridge
 from tunnel.config import ServerConfig
-from tunnel.errors import ConfigError, HandshakeRefused, LinkClosed, RemoteProtocolError, first_of
-from tunnel.frontends import FrontEnds
+from tunnel.errors import (
+    ConfigError,
+    HandshakeRefused,
+    LinkClosed,
+    RefusedDraining,
+    RemoteProtocolError,
+    first_of,
+)
+from tunnel.frames import DialReq
+from tunnel.frontends import ClientLinks, FrontEnds
 from tunnel.handshake import AcceptingHandshake, Identity, welcome
-from tunnel.lifecycle import Lifecycle, live
+from tunnel.lifecycle import Lifecycle, Phase, live
 from tunnel.link import Link
 from tunnel.listen import BindError, Handler, accept, bind, bound_address
 from tunnel.relay import Switchboard
+from tunnel.stream import TunnelStream
 from tunnel.transport import SocketTransport
 
 log = logs.get_logger(__name__)
@@ -50,6 +60,8 @@ class Server:
         self.life = Lifecycle(self, config.timeouts.shutdown)
         self.addresses: dict[str, list[ListenAddress]] = {"links": [], "connect": [], "forward": []}
         self._board = Switchboard()
+        self._bridge = Bridge()
+        self._clients = ClientLinks(self.backends, self._bridge, config.dial_timeout)
         self._links: dict[Link, AcceptingHandshake] = {}
 
     def __repr__(self) -> str:
@@ -73,13 +85,16 @@ class Server:
     async def start(self, life: Lifecycle) -> None:
         """See ``lifecycle.Program``."""
         await life.background.start(self._board.run)
-        front_ends = FrontEnds(self.backends, self._board, self.config)
+        front_ends = FrontEnds(self._dial, self._board, self.config.limits, self.config.timeouts)
         for listener in await self._listen("links", self.config.listen):
             life.background.start_soon(accept, listener, self._link, self._spawn_link)
         if self.config.connect is not None:
             await self._open("connect", self.config.connect, front_ends.connect)
         for forward in self.config.forwards:
             await self._open("forward", forward.listen, front_ends.forward(forward), target=forward.target)
+
+    async def _dial(self, target: Target, agent: str | None) -> TunnelStream:
+        return await self.backends.dial(target, self.config.dial_timeout, agent)
 
     async def _open(self, use: str, address: ListenAddress, handler: Handler, **facts: object) -> None:
         for listener in await self._listen(use, address, **facts):
@@ -134,8 +149,6 @@ class Server:
 
     def _admit(self, peer: Identity) -> None:
         """Whether this peer may link; before anything about it is kept."""
-        if peer.role != "agent":
-            raise HandshakeRefused("denied", f"links of role {peer.role} are not served here")
         if self.identity.instance in peer.linked or self._crossed(peer):
             raise HandshakeRefused("duplicate", self.identity.instance)
 
@@ -165,15 +178,31 @@ class Server:
             handshake,
             limits=self.config.limits,
             timeouts=self.config.timeouts,
+            on_dial=self._dialled,
             on_control=backend.on_control,
-            on_linked=backend.on_linked,
+            on_linked=lambda: self._linked(backend),
             on_end=backend.on_end,
+            on_turn=self._bridge.flush,
         )
         self._links[link] = handshake
         try:
             await link.run()
         finally:
             del self._links[link]
+
+    def _linked(self, backend: Backend) -> None:
+        """Who linked is known. A client's link serves no dials, and so never becomes a backend."""
+        peer = backend.link.peer
+        if peer is not None and peer.role == "client":
+            log.debug("client linked", client=peer.name, instance=peer.instance)
+        else:
+            backend.on_linked()
+
+    def _dialled(self, stream: TunnelStream, request: DialReq) -> None:
+        """A client asks for a stream. One that is leaving takes nothing new, as its front-ends do not."""
+        leaving = self.life.phase.value is Phase.LEAVING
+        if leaving or not self.life.spawn(self._clients.serve, stream, request):
+            stream.refuse(RefusedDraining("the server is leaving"))
 
 
 def run(config: ServerConfig) -> int:

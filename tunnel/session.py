@@ -15,8 +15,10 @@ Rules that hold here:
 - A sender never has more bytes on their way than the receiver gave credit for; a receiver that sees more ends the
   link. Credit goes back when a sink says the bytes were *consumed*, half a window at a time.
 - A window that is what bounds its stream doubles, up to a limit and within what the link has to spare. That is so if
-  the sink was waiting for bytes, and the peer had used up all its credit before more of it arrived. A PING goes along
-  with the credit to tell: what comes ahead of the PONG was sent without it.
+  the sink was waiting for bytes, and the peer had used up all its credit before more of it arrived. A PING of the
+  stream goes along with the credit to tell: what comes ahead of the PONG was sent without it.
+- A stream that only leads on to another link grants no credit of its own, and answers no PING: both are its other
+  end's, and are handed ``onward``.
 - Control packets go out before DATA. DATA of all streams takes turns, frame by frame. EOF stays behind the DATA of
   its stream; a reset throws that DATA away.
 - DATA for a stream that is not there is answered by one CLOSE and dropped.
@@ -53,11 +55,13 @@ _MAX_BUFFERS = 512  # per take; systems refuse more than 1024 in one gather list
 _REMEMBERED = 1024  # ids for which a CLOSE was sent lately: their late DATA needs no further answer
 _MAX_CREDIT = 1 << 31
 _MAX_CONTROL = 4 * 1024 * 1024  # bytes of control packets that may wait for a peer that reads nothing
-_PROBE = 0  # the token of a PING that measures; keepalive counts from 1
+_PROBE = 0  # the token of a PING that measures a stream
 
 Frame = tuple[bytes, ...]
 OnAnswer = Callable[[DialError | None], None]
 """Told how a dial ended: None is a stream that may be used."""
+Onward = Callable[[Credit | Ping | Pong], None]
+"""Takes what is meant for the real end of a stream."""
 
 
 class State(IntEnum):
@@ -98,21 +102,25 @@ class Stream:
         state: see the head of this file.
         credit: bytes that may be sent now.
         window: bytes the peer may have on their way.
+        grown: how much of ``window`` came after the first.
+        onward: set on a stream that only leads on to another link.
     """
 
     __slots__ = (
-        "_answer", "_frames", "_held", "_sink", "_unreturned", "_window_left", "credit", "id", "session", "state",
-        "why", "window",
+        "_answer", "_frames", "_held", "_sink", "_unreturned", "_window_left", "credit", "grown", "id", "onward",
+        "session", "state", "why", "window",
     )  # fmt: skip
 
-    def __init__(self, session: Session, number: int, credit: int) -> None:
+    def __init__(self, session: Session, number: int, credit: int, window: int) -> None:
         self.session = session
         self.id = number
         self.state = State.DIALLING
         self.credit = credit
         self.why: tuple[str, str] | None = None  # of the reset, if there was one
-        self.window = session.first_window
-        self._window_left = session.first_window
+        self.window = window
+        self.grown = 0
+        self.onward: Onward | None = None
+        self._window_left = window
         self._unreturned = 0
         self._sink: Sink | None = None
         self._held: bytearray | None = None
@@ -124,14 +132,16 @@ class Stream:
 
     # -- the accepting side's answer
 
-    def accept(self) -> None:
-        """DIALLING -> OPEN: the target is connected.
+    def accept(self, window: int | None = None) -> None:
+        """DIALLING -> OPEN: the target is connected. ``window``: bytes taken unasked, if not what the session says.
 
         Raises:
             LocalProtocolError: not DIALLING, or this side opened it.
         """
         self._check_answering()
         self.state = State.OPEN
+        if window is not None:
+            self.window = self._window_left = window
         self.session.send_control(DialRsp(self.id, "ok", "", self.window))
 
     def refuse(self, error: DialError) -> None:
@@ -166,8 +176,7 @@ class Stream:
             raise LocalProtocolError(f"cannot send {size} bytes on {self!r}")
         self.credit -= size
         header = data_header(self.id, size)
-        self._queue((header + data,) if size < _JOIN_BELOW else (header, data))
-        self.session.queued += size + DATA_OVERHEAD
+        self._queue((header + data,) if size < _JOIN_BELOW else (header, data), size + DATA_OVERHEAD)
 
     def send_eof(self) -> None:
         """Queue the end of this direction, behind what was sent.
@@ -178,14 +187,16 @@ class Stream:
         if self.state not in _MAY_SEND:
             raise LocalProtocolError(f"cannot send EOF on {self!r}")
         frame = Eof(self.id).encode()
-        self._queue((frame,))
-        self.session.queued += len(frame)
+        self._queue((frame,), len(frame))
         if self.state is State.OPEN:
             self.state = State.LOCAL_EOF
         else:
             self._close()
 
-    def _queue(self, frame: Frame) -> None:
+    def _queue(self, frame: Frame, size: int) -> None:
+        self.session.queued += size
+        if self.onward is not None:
+            self.session.passing += size
         if self._frames is None:
             self._frames = deque((frame,))
             self.session.ready.append(self)
@@ -197,6 +208,8 @@ class Stream:
         if self._frames is None:
             return None
         frame = self._frames.popleft()
+        if self.onward is not None:
+            self.session.passing -= sum(map(len, frame))
         if self._frames:
             self.session.ready.append(self)
         else:
@@ -216,7 +229,10 @@ class Stream:
 
     def _drop_queue(self) -> None:
         if self._frames is not None:
-            self.session.queued -= sum(len(buffer) for frame in self._frames for buffer in frame)
+            size = sum(len(buffer) for frame in self._frames for buffer in frame)
+            self.session.queued -= size
+            if self.onward is not None:
+                self.session.passing -= size
             self._frames = None
 
     # -- receiving
@@ -237,7 +253,7 @@ class Stream:
         self._unreturned += size
         if self._unreturned * 2 >= self.window and self.state in _MAY_RECEIVE:
             left, sink_waits = self._window_left, self._window_left + self._unreturned == self.window
-            self._give_credit(self._unreturned)
+            self.give_credit(self._unreturned)
             self._unreturned = 0
             if sink_waits:
                 self.session.probe(self, left)
@@ -245,11 +261,14 @@ class Stream:
     def grow(self, size: int) -> None:
         """For the session: let the peer have so many bytes more on their way from now on."""
         self.window += size
-        self._give_credit(size)
+        self.grown += size
+        self.give_credit(size)
 
-    def _give_credit(self, size: int) -> None:
-        self._window_left += size
-        self.session.send_control(Credit(self.id, size))
+    def give_credit(self, size: int) -> None:
+        """Let the peer send so many bytes more. No effect once its direction has ended."""
+        if self.state in _MAY_RECEIVE:
+            self._window_left += size
+            self.session.send_control(Credit(self.id, size))
 
     def receive_data(self, data: memoryview) -> None:
         """For the session."""
@@ -279,13 +298,15 @@ class Stream:
         if self._sink is not None:
             self._sink.on_eof()
 
-    def receive_credit(self, amount: int) -> None:
+    def receive_credit(self, packet: Credit) -> None:
         """For the session."""
         had = self.credit
-        self.credit += amount
-        if not amount or self.credit > _MAX_CREDIT:
-            raise RemoteProtocolError(f"CREDIT of {amount} for stream {self.id}, which has {had}")
-        if not had and self._sink is not None and self.state in _MAY_SEND:
+        self.credit += packet.amount
+        if not packet.amount or self.credit > _MAX_CREDIT:
+            raise RemoteProtocolError(f"CREDIT of {packet.amount} for stream {self.id}, which has {had}")
+        if self.onward is not None:
+            self.onward(packet)
+        elif not had and self._sink is not None and self.state in _MAY_SEND:
             self._sink.on_credit()
 
     def receive_answer(self, packet: DialRsp) -> None:
@@ -339,6 +360,7 @@ class Session:
 
     Attributes:
         queued: bytes of DATA and EOF frames waiting to be taken.
+        passing: how many of them came from another link; their sender is bound by its window alone.
         most_data: longest payload that the peer takes in one frame.
     """
 
@@ -361,6 +383,7 @@ class Session:
         self._most_window = most_window
         self._spare = spare
         self.queued = 0
+        self.passing = 0
         self.ready: deque[Stream] = deque()  # streams with frames, in the order of their turns
         self._on_dial = on_dial
         self._on_control = on_control
@@ -382,8 +405,12 @@ class Session:
 
     # -- what this side does
 
-    def open(self, host: str, port: int, ms: int, options: dict[str, Any], on_answer: OnAnswer) -> Stream:
+    def open(
+        self, host: str, port: int, ms: int, options: dict[str, Any], on_answer: OnAnswer, window: int | None = None
+    ) -> Stream:
         """A new stream in DIALLING state, with its DIAL_REQ queued; ``on_answer`` is told how it ends.
+
+        ``window``: bytes taken unasked, if not what the session says.
 
         Raises:
             LocalProtocolError: this side does not open streams on this link.
@@ -393,7 +420,7 @@ class Session:
             raise LocalProtocolError("this side does not open streams")
         if self._last_id == MAX_U32:
             raise LinkLost("all stream ids of the link were used")
-        stream = self._add(self._last_id + 1, 0)
+        stream = self._add(self._last_id + 1, 0, self.first_window if window is None else window)
         stream.on_answer(on_answer)
         self.send_control(DialReq(stream.id, host, port, stream.window, min(ms, MAX_U32), options))
         return stream
@@ -416,19 +443,26 @@ class Session:
         for stream in list(self._streams.values()):
             stream.receive_close(code, text)
 
-    def _add(self, number: int, credit: int) -> Stream:
+    def _add(self, number: int, credit: int, window: int) -> Stream:
         self._last_id = number
-        stream = self._streams[number] = Stream(self, number, credit)
+        stream = self._streams[number] = Stream(self, number, credit, window)
         self._on_streams(len(self._streams))
         return stream
 
     def forget(self, stream: Stream) -> None:
         """For a stream that closed."""
         if self._streams.pop(stream.id, None) is not None:
-            self._spare += stream.window - self.first_window
+            self._spare += stream.grown
+            if self.probed is stream:
+                self.probed = None
             self._on_streams(len(self._streams))
 
     # -- what is to be sent
+
+    @property
+    def own_queued(self) -> int:
+        """Bytes queued by those on this side, who can wait."""
+        return self.queued - self.passing
 
     @property
     def has_output(self) -> bool:
@@ -482,9 +516,14 @@ class Session:
         else:
             handler(self, packet)
 
+    @property
+    def clogged(self) -> bool:
+        """Whether more control packets wait for the peer than it should leave unread."""
+        return self._control_size > _MAX_CONTROL
+
     def _check_control(self) -> None:
         """Who sends what has to be answered must read the answers."""
-        if self._control_size > _MAX_CONTROL:
+        if self.clogged:
             raise RemoteProtocolError(f"{self._control_size} bytes of answers are waiting to be read")
 
     def _receive_dial_req(self, packet: DialReq) -> None:
@@ -492,7 +531,7 @@ class Session:
             raise RemoteProtocolError("DIAL_REQ from the side that does not open streams")
         if packet.stream <= self._last_id:
             raise RemoteProtocolError(f"DIAL_REQ for stream {packet.stream}; ids up to {self._last_id} were used")
-        self._on_dial(self._add(packet.stream, packet.window), packet)
+        self._on_dial(self._add(packet.stream, packet.window, self.first_window), packet)
 
     def _receive_dial_rsp(self, packet: DialRsp) -> None:
         if not self.opener:
@@ -517,7 +556,7 @@ class Session:
     def _receive_credit(self, packet: Credit) -> None:
         stream = self._streams.get(packet.stream)
         if stream is not None:
-            stream.receive_credit(packet.amount)
+            stream.receive_credit(packet)
 
     def _receive_hello(self, packet: Hello) -> None:
         raise RemoteProtocolError("HELLO after the handshake")
@@ -526,18 +565,27 @@ class Session:
         """For a stream that returns credit, and whose peer had ``left`` before: is it the window that bounds it?"""
         if self.probed is None and self._spare and stream.window < self._most_window:
             self.probed, self.probed_left = stream, left
-            self.send_control(Ping(_PROBE))
+            self.send_control(Ping(stream.id, _PROBE))
 
     def _receive_pong(self, packet: Pong) -> None:
-        if packet.token == _PROBE:
-            stream, self.probed = self.probed, None
-            if stream is not None and not self.probed_left and stream.state in _MAY_RECEIVE:
+        stream = self._streams.get(packet.stream)
+        if stream is None:
+            return
+        if stream.onward is not None:
+            stream.onward(packet)
+        elif stream is self.probed:
+            self.probed = None
+            if not self.probed_left and stream.state in _MAY_RECEIVE:
                 size = min(stream.window, self._most_window - stream.window, self._spare)
                 self._spare -= size
                 stream.grow(size)
 
     def _receive_ping(self, packet: Ping) -> None:
-        self.send_control(Pong(packet.token))
+        stream = self._streams.get(packet.stream)
+        if stream is not None and stream.onward is not None:
+            stream.onward(packet)
+        elif stream is not None or packet.stream == 0:
+            self.send_control(Pong(packet.stream, packet.token))
 
 
 _HANDLERS: dict[type[Packet], Callable[[Session, Any], None]] = {

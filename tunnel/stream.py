@@ -20,7 +20,7 @@ from typing import Protocol
 
 import trio
 
-from tunnel.errors import StreamReset
+from tunnel.errors import DialError, StreamReset
 from tunnel.session import State, Stream
 
 _CHUNK = 64 * 1024
@@ -56,6 +56,23 @@ class _Turn:
 
     def __exit__(self, *_: object) -> None:
         self._taken = False
+
+
+class Dialling:
+    """The sink of a stream whose dial is not answered yet: only a reset can come, and it cancels the scope."""
+
+    __slots__ = ("_scope",)
+
+    def __init__(self, scope: trio.CancelScope) -> None:
+        self._scope = scope
+
+    def on_reset(self, code: str, text: str) -> None:
+        """The dial was given up."""
+        self._scope.cancel()
+
+    def on_data(self, data: memoryview) -> None: ...
+    def on_eof(self) -> None: ...
+    def on_credit(self) -> None: ...
 
 
 class TunnelStream(trio.abc.HalfCloseableStream):
@@ -186,6 +203,12 @@ class TunnelStream(trio.abc.HalfCloseableStream):
         """End both directions at once; the peer is told ``code`` and ``text``. No effect on an ended stream."""
         self.core.reset(code, text)
         self.outlet.flush()
+
+    def refuse(self, error: DialError) -> None:
+        """Answer a dial with an error. No effect if it was given up, or answered, before."""
+        if self.core.state is State.DIALLING:
+            self.core.refuse(error)
+            self.outlet.flush()
 
     # -- insides
 

@@ -1,0 +1,189 @@
+"""The bridge: leads a client's stream on through an agent's, frame by frame.
+
+    OPEN --EOF from one side--> EOF to the other ----+--> both: DONE
+      +----reset by either--> the other is reset: DONE with an error
+      +----client's link gone, after its EOF--> the agent's side goes on alone: DONE at its end, or reset by its DATA
+
+Rules that hold here:
+
+- Nothing is kept: each end's credit is the other end's, so whatever arrives may be sent on at once.
+- What is about the window of a stream (CREDIT, PING, PONG) passes through to its real end.
+- The bytes of a client that sent EOF before its link ended are delivered, as a socket's are that was closed.
+- Links call ``flush`` when their turn is over, once for all that it put on others.
+
+This file must not know who wants the stream, or where it leads.
+"""
+
+from __future__ import annotations
+
+import trio
+
+from tunnel.errors import LinkLost, StreamReset
+from tunnel.frames import Credit, Ping, Pong
+from tunnel.session import State, Stream
+from tunnel.stream import Outlet, TunnelStream
+
+
+class _End:
+    """The sink of one of two bridged streams, ``core``; what arrives goes to ``other``."""
+
+    __slots__ = ("core", "ended", "other", "outlet", "span")
+
+    def __init__(self, span: _Span, stream: TunnelStream, other: TunnelStream) -> None:
+        self.span = span
+        self.core = stream.core
+        self.other = other.core
+        self.outlet = other.outlet
+        self.ended = False
+
+    def on_data(self, data: memoryview) -> None:
+        """Send it on, in frames that the other link's peer takes."""
+        most = self.other.session.most_data
+        for start in range(0, len(data), most):
+            self.other.send(bytes(data[start : start + most]))
+        self.span.touched.add(self.outlet)
+
+    def on_eof(self) -> None:
+        """Pass it on, behind the bytes before it."""
+        self.ended = True
+        self.other.send_eof()
+        self.span.touched.add(self.outlet)
+        if self.core.state is self.other.state is State.CLOSED:
+            self.span.finish()
+
+    def on_reset(self, code: str, text: str) -> None:
+        """Pass it on."""
+        self.span.reset(self, code, text)
+
+    def on_credit(self) -> None:
+        """Nothing: credit goes ``onward``."""
+
+    def onward(self, packet: Credit | Ping | Pong) -> None:
+        """Hand the packet to the stream's real end."""
+        if self.other.session.clogged:
+            self.span.give_up("protocol", "the next link does not take what comes for it")
+        elif isinstance(packet, Credit):
+            self.other.give_credit(packet.amount)
+        elif self.other.state is not State.CLOSED:
+            self.other.session.send_control(type(packet)(self.other.id, packet.token))
+        self.span.touched.add(self.outlet)
+
+
+class _Alone:
+    """The sink of an agent's stream whose client has gone after its EOF: its bytes are still being delivered."""
+
+    __slots__ = ("core", "span")
+
+    def __init__(self, span: _Span, core: Stream) -> None:
+        self.span = span
+        self.core = core
+
+    def on_data(self, data: memoryview) -> None:
+        """Nobody is there for an answer."""
+        self.span.give_up("closed", "the client has gone")
+
+    def on_eof(self) -> None:
+        """Both directions have ended."""
+        self.span.finish()
+
+    def on_reset(self, code: str, text: str) -> None:
+        """The agent's side ended otherwise."""
+        self.span.finish(StreamReset(code, text))
+
+    def on_credit(self) -> None:
+        """There is nothing to send."""
+
+
+class _Span:
+    """Both streams, and the task that owns them."""
+
+    __slots__ = ("agent", "client", "error", "finished", "task", "touched")
+
+    def __init__(self, touched: set[Outlet], client: TunnelStream, agent: TunnelStream) -> None:
+        self.touched = touched
+        self.client = _End(self, client, agent)
+        self.agent = _End(self, agent, client)
+        self.finished = False
+        self.error: StreamReset | None = None
+        self.task: trio.lowlevel.Task | None = None
+
+    def attach(self) -> None:
+        """Let the bytes through, and first what had arrived already."""
+        for end in (self.client, self.agent):
+            end.core.onward = end.onward
+        for end in (self.client, self.agent):
+            if not self.finished:
+                end.core.attach(end)
+
+    def reset(self, end: _End, code: str, text: str) -> None:
+        """One end was reset by its peer, or its link has gone."""
+        if code == LinkLost.code and end is self.client and end.ended and end.other.state is not State.CLOSED:
+            end.other.attach(_Alone(self, end.other))
+            return
+        end.other.reset(code, text)
+        self.touched.add(end.outlet)
+        self.finish(StreamReset(code, text))
+
+    def give_up(self, code: str, text: str) -> None:
+        """Reset both."""
+        self.finish(StreamReset(code, text))
+        for end in (self.client, self.agent):
+            end.core.reset(code, text)
+            self.touched.add(end.outlet)
+
+    def finish(self, error: StreamReset | None = None) -> None:
+        """Wake the owner."""
+        if not self.finished:
+            self.finished = True
+            self.error = error
+            if self.task is not None:
+                trio.lowlevel.reschedule(self.task)
+
+    def abort(self, _: object) -> trio.lowlevel.Abort:
+        """The owner was cancelled."""
+        self.task = None
+        self.give_up("cancelled", "the server was stopped")
+        for end in (self.client, self.agent):
+            end.outlet.flush()
+        return trio.lowlevel.Abort.SUCCEEDED
+
+
+class Bridge:
+    """All bridged streams of a server. Its links call ``flush`` when they have read.
+
+    Attributes:
+        touched: outlets on which something was queued since.
+    """
+
+    def __init__(self) -> None:
+        self.touched: set[Outlet] = set()
+
+    def __repr__(self) -> str:
+        return f"<Bridge touched={len(self.touched)}>"
+
+    def flush(self) -> None:
+        """Send what was queued."""
+        while self.touched:
+            self.touched.pop().flush()
+
+    async def join(self, client: TunnelStream, agent: TunnelStream, window: int) -> None:
+        """Accept a client's stream, and carry it over an agent's until both directions have ended.
+
+        ``window`` is what the agent was told that it may send unasked: the client's credit at that time.
+        If cancelled, both streams are reset.
+
+        Raises:
+            StreamReset: one of the two was reset, and so is the other now.
+        """
+        span = _Span(self.touched, client, agent)
+        client.core.accept(agent.core.credit)
+        if client.core.credit > window:
+            agent.core.give_credit(client.core.credit - window)
+        span.attach()
+        self.touched |= {client.outlet, agent.outlet}
+        self.flush()
+        if not span.finished:
+            span.task = trio.lowlevel.current_task()
+            await trio.lowlevel.wait_task_rescheduled(span.abort)
+        if span.error is not None:
+            raise span.error

@@ -1,0 +1,261 @@
+"""The client: dials targets through a server, many streams over one link.
+
+    NO LINK --dial--> LINKING, servers in order --the first that takes us--> LINKED --link ended--> NO LINK
+       ^--------------- none does: NoServer --+
+
+Rules that hold here:
+
+- There is a link when one is needed: the first dial makes it, and so does the first after it was lost. Dials that
+  come meanwhile wait for the same attempt.
+- A dial whose link is lost before the answer goes once over a new one, within its deadline. No byte has moved by then.
+- What was sent on a stream, and closed, is on its way when the client ends; streams that are still open are reset.
+- The link has a task of its own, outside the caller's scopes: what fails in the body of ``open_client`` arrives as it
+  was raised, and closing a stream still works while a cancellation unwinds.
+
+This file must not know what the streams are for, or a server's insides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+
+from tunnel import logs
+from tunnel.address import Target
+from tunnel.config import ClientConfig, Limits, Timeouts, parse_agent_name
+from tunnel.connect import Connector
+from tunnel.errors import (
+    ConfigError,
+    DialTimeout,
+    LinkLost,
+    LinkStopped,
+    NoServer,
+    TunnelError,
+)
+from tunnel.handshake import DiallingHandshake, Identity, new_instance
+from tunnel.link import Link
+from tunnel.stream import TunnelStream
+from tunnel.transport import SocketTransport
+
+log = logs.get_logger(__name__)
+
+_PATIENCE = 3.0  # seconds that a server gets while there is another one to try
+
+
+class _Attempt:
+    """One way through the list of servers. Many dials may wait for it."""
+
+    def __init__(self) -> None:
+        self.over = trio.Event()
+        self.link: Link | None = None
+        self.cause = "the client was closed"  # unless something else ends it
+
+
+class Client:
+    """A client of one or more servers. Made by ``open_client``, or run as a task: ``await nursery.start(client.run)``.
+
+    Attributes:
+        config: what it was made with.
+        link: the link that is up, or the last one.
+    """
+
+    def __init__(self, config: ClientConfig) -> None:
+        self.config = config
+        self.link: Link | None = None
+        self._connector = Connector()
+        self._instance = new_instance()
+        self._attempt: _Attempt | None = None
+        self._running = trio.Event()
+        self._ended = trio.Event()
+        self._closed = False
+        self._nursery: trio.Nursery
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "linking" if self._attempt else repr(self.link)
+        return f"<Client {self.config.name} {state}>"
+
+    async def run(self, *, task_status: trio.TaskStatus[Client] = trio.TASK_STATUS_IGNORED) -> None:
+        """Own the link until ``aclose`` is called; ``task_status.started(self)`` as soon as ``dial`` can be."""
+        try:
+            async with trio.open_nursery() as self._nursery:
+                self._running.set()
+                task_status.started(self)
+                await trio.sleep_forever()
+        finally:
+            self._closed = True
+            self._ended.set()
+
+    async def aclose(self) -> None:
+        """Leave, and end ``run``. What was sent goes first, within the shutdown time; if cancelled, within a second."""
+        self._closed = True
+        try:
+            if self.link is not None:
+                with trio.move_on_after(self.config.timeouts.shutdown):
+                    await self.link.all_sent()
+        finally:
+            await self.leave()
+            with trio.CancelScope(shield=True):  # bounded by what a link's end takes
+                await self._running.wait()
+                self._nursery.cancel_scope.cancel()
+                await self._ended.wait()
+
+    async def leave(self) -> None:
+        """Say goodbye to the server, within two seconds; nothing can be dialled any more.
+
+        Streams that are open are reset, but for those that have sent EOF: what they sent is delivered.
+        """
+        self._closed = True
+        if self.link is not None:
+            await self.link.close("leaving", "the client is leaving")
+
+    # -- dialling
+
+    async def dial(
+        self,
+        host: str,
+        port: int,
+        *,
+        agent: str | None = None,
+        timeout: float = 10.0,  # noqa: ASYNC109  # it is told to the server and the agent
+    ) -> TunnelStream:
+        """A stream to ``host:port``, as an agent reaches it: of all agents, or of those named ``agent``.
+
+        ``timeout`` is in seconds, for everything up to the answer; the server has a limit of its own (10 s). If
+        cancelled, the server and the agent are told, and no stream is left.
+
+        Raises:
+            NoServer: no server could be linked to.
+            NoBackend: no agent is linked to the server that could serve the target.
+            Refused, Unreachable, DnsError, Denied: the agent could not, or may not, reach the target.
+            DialTimeout: there was no answer in time.
+            LinkLost, RefusedDraining: a link was lost on the way, or somebody on it is leaving; dial again.
+            DialProtocolError: the answer made no sense.
+            ConfigError: the host, port, agent or timeout is not one; nothing was sent.
+            trio.ClosedResourceError: the client was closed.
+        """
+        target = Target(host, port)
+        options = {} if agent is None else {"agent": parse_agent_name(agent)}
+        if not 0 < timeout < math.inf:
+            raise ConfigError(f"{timeout!r} is not a time-out; taken: seconds, more than 0")
+        with trio.CancelScope(deadline=trio.current_time() + timeout) as scope:
+            link = await self.connect()
+            try:
+                return await _dial(link, target, scope.deadline, options)
+            except LinkLost as error:
+                if link.why is None:  # it is the server that says so, of an agent's link
+                    raise
+                log.debug("dial goes over a new link", target=target, cause=error)
+            return await _dial(await self.connect(), target, scope.deadline, options)
+        raise DialTimeout(f"{target}: no answer within {timeout:g} s")
+
+    # -- the link
+
+    async def connect(self) -> Link:
+        """The link that is up, or a new one: what ``dial`` does first. If cancelled, the attempt goes on.
+
+        Raises:
+            NoServer: no server could be linked to.
+            trio.ClosedResourceError: the client was closed.
+        """
+        if self._closed:
+            raise trio.ClosedResourceError("this client was closed")
+        await self._running.wait()
+        if self.link is not None and self.link.why is None:
+            return self.link
+        if self._attempt is None:
+            self._attempt = _Attempt()
+            self._nursery.start_soon(self._try_servers, self._attempt)
+        attempt = self._attempt
+        await attempt.over.wait()
+        if attempt.link is None:
+            raise NoServer(attempt.cause)
+        return attempt.link
+
+    async def _try_servers(self, attempt: _Attempt) -> None:
+        causes = []
+        try:
+            for server in self.config.servers:
+                try:
+                    self.link = attempt.link = await self._link_to(server)
+                    return
+                except TunnelError as error:
+                    causes.append(f"{server}: {error}")
+                    log.debug("link failed", server=server, cause=error)
+            attempt.cause = "; ".join(causes)
+        except Exception as error:  # a fault of ours
+            log.exception("fault in a client")
+            attempt.cause = f"internal fault: {error!r}"
+        finally:
+            self._attempt = None
+            attempt.over.set()
+
+    async def _link_to(self, server: Target) -> Link:
+        is_last = server == self.config.servers[-1]
+        seconds = self.config.timeouts.handshake if is_last else min(_PATIENCE, self.config.timeouts.handshake)
+        with trio.move_on_after(seconds):
+            sock = await self._connector.connect(server.host, server.port)
+            link = Link(
+                SocketTransport(sock),
+                DiallingHandshake(self._identity()),
+                limits=self.config.limits,
+                timeouts=self.config.timeouts,
+                on_end=lambda: self._lost(server, link),
+            )
+            await self._nursery.start(link.run)
+            log.info("linked", server=server)
+            return link
+        raise DialTimeout(f"no link within {seconds:g} s")
+
+    def _identity(self) -> Identity:
+        return Identity("client", self.config.name, self._instance, body_limit=self.config.limits.body)
+
+    def _lost(self, server: Target, link: Link) -> None:
+        if link.peer is not None and not isinstance(link.why, LinkStopped):
+            log.info("link lost", server=server, cause=link.why)
+
+
+async def _dial(link: Link, target: Target, deadline: float, options: dict[str, Any]) -> TunnelStream:
+    ms = max(1, int((deadline - trio.current_time()) * 1000))
+    return await link.dial(target.host, target.port, ms=ms, options=options)
+
+
+@asynccontextmanager
+async def open_client(
+    *servers: str, limits: Limits | None = None, timeouts: Timeouts | None = None
+) -> AsyncIterator[Client]:
+    """An async context manager that yields a ``Client`` of the servers, each ``HOST:PORT``, in the order tried.
+
+    The first dial makes the link, and says if none can be made. Leaving the block ends it, see ``Client.aclose``.
+
+    Raises:
+        ConfigError: one is not of that form, or there is none.
+    """
+    client = Client(
+        ClientConfig(tuple(map(Target.parse, servers)), limits=limits or Limits(), timeouts=timeouts or Timeouts())
+    )
+    trio.lowlevel.spawn_system_task(client.run)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+@asynccontextmanager
+async def dial(
+    server: str,
+    host: str,
+    port: int,
+    *,
+    agent: str | None = None,
+    timeout: float = 10.0,  # noqa: ASYNC109  # as in Client.dial
+) -> AsyncIterator[TunnelStream]:
+    """An async context manager that yields one stream to ``host:port``, over a link of its own, and closes both.
+
+    Raises: what ``open_client`` and ``Client.dial`` raise.
+    """
+    async with open_client(server) as client, await client.dial(host, port, agent=agent, timeout=timeout) as stream:
+        yield stream

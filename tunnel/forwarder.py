@@ -1,0 +1,99 @@
+"""``tunnel forward``: local ports of a user's machine that lead to targets, through a server.
+
+Rules that hold here:
+
+- The ports are served as a server serves its forwarded ports: the same front-end, another way to dial.
+- It listens whether or not a server can be reached now; a connection that finds none is reset, and the log says why.
+- It leaves as a server does: nothing new, then open connections get the shutdown time, then the link says goodbye.
+
+This file must not know the command line, or how a client finds its server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import trio
+
+from tunnel import logs
+from tunnel.address import ListenAddress, Target
+from tunnel.client import Client
+from tunnel.config import ClientConfig, Forward
+from tunnel.errors import NoServer, first_of
+from tunnel.frontends import FrontEnds
+from tunnel.lifecycle import Lifecycle, live
+from tunnel.listen import BindError, accept, bind, bound_address
+from tunnel.relay import Switchboard
+from tunnel.stream import TunnelStream
+
+log = logs.get_logger(__name__)
+
+
+class Forwarder:
+    """Forwarded ports over one client.
+
+    Attributes:
+        client: what dials.
+        life: where it is between start and exit.
+        addresses: what is really listened on, in the order given.
+    """
+
+    def __init__(self, config: ClientConfig, forwards: Sequence[Forward]) -> None:
+        self.client = Client(config)
+        self.life = Lifecycle(self, config.timeouts.shutdown)
+        self.addresses: list[ListenAddress] = []
+        self._config = config
+        self._forwards = forwards
+
+    def __repr__(self) -> str:
+        return f"<Forwarder {self.life!r} {self.client!r}>"
+
+    async def start(self, life: Lifecycle) -> None:
+        """See ``lifecycle.Program``."""
+        board = Switchboard()
+        await life.background.start(board.run)
+        await life.background.start(self.client.run)
+        front_ends = FrontEnds(self._dial, board, self._config.limits, self._config.timeouts)
+        for forward in self._forwards:
+            for listener in await bind(forward.listen):
+                self.addresses.append(bound_address(listener))
+                log.info("listening", use="forward", address=bound_address(listener), target=forward.target)
+                life.accepting.start_soon(accept, listener, front_ends.forward(forward), life.spawn)
+        life.accepting.start_soon(self._look_for_server)
+
+    async def _look_for_server(self) -> None:
+        """Say now, rather than at the first connection, that there is none."""
+        try:
+            await self.client.connect()
+        except NoServer as error:
+            log.warning("no server yet", cause=error)
+
+    async def _dial(self, target: Target, agent: str | None) -> TunnelStream:
+        return await self.client.dial(target.host, target.port, agent=agent)
+
+    async def tell(self) -> None:
+        """See ``lifecycle.Program``. The server sees each connection end."""
+
+    @property
+    def unsent(self) -> bool:
+        """See ``lifecycle.Program``."""
+        return self.client.link is not None and self.client.link.sending
+
+    async def settle(self) -> None:
+        """See ``lifecycle.Program``."""
+        if self.client.link is not None:
+            await self.client.link.all_sent()
+
+    async def close(self) -> None:
+        """See ``lifecycle.Program``."""
+        await self.client.leave()
+
+
+def run(config: ClientConfig, forwards: Sequence[Forward]) -> int:
+    """Run a forwarder as this process's program, under its signals; the exit code."""
+    code = 1
+    try:
+        code = trio.run(live, Forwarder(config, forwards).life)
+    except* BindError as group:
+        log.error("cannot start", cause=first_of(group))
+    return code
