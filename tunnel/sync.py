@@ -294,7 +294,7 @@ class SyncLoop:
         door.missing += 1
         if trio.current_time() - link.since >= self._timeouts.stable:
             door.backoff(address).reset()
-        if not isinstance(link.why, LinkStopped):
+        if not isinstance(link.why, LinkStopped) and self.state is not SyncState.STOPPED:
             log.warning("link lost", server=door.name, server_id=_server_id(link), cause=link.why)
         for each in self._doors:
             each.note_loss(_server_id(link))
