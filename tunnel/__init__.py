@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tunnel.address import Identifier, ListenAddress, Target
-    from tunnel.agent import Agent, Service
+    from tunnel.agent import Agent
     from tunnel.client import Client, dial, open_client
     from tunnel.config import AgentConfig, Claims, ClientConfig, Forward, Limits, ServerConfig, Timeouts
+    from tunnel.dials import Service
     from tunnel.errors import (
         AddressError,
         ConfigError,
@@ -73,7 +74,18 @@ __all__ = [
     "pump",
 ]
 
-_ROOMS = ("errors", "address", "config", "stream", "listen", "relay", "client", "agent", "server")  # lower floors first
+_ROOMS = (
+    "errors",
+    "address",
+    "config",
+    "stream",
+    "listen",
+    "relay",
+    "client",
+    "dials",
+    "agent",
+    "server",
+)  # lower floors first
 
 
 def __getattr__(name: str) -> object:

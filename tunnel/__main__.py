@@ -1,8 +1,20 @@
-"""``python -m tunnel`` is the same program as ``tunnel``."""
+"""The program ``tunnel``, also as ``python -m tunnel``.
+
+A signal must not find it half loaded, so this file takes care of them before it imports anything that takes time.
+"""
 
 from __future__ import annotations
 
-from tunnel.cli import main
+from tunnel import early
+
+
+def main() -> None:
+    """Run the program; does not return."""
+    early.hold()
+    from tunnel import cli
+
+    cli.main()
+
 
 if __name__ == "__main__":
     main()

@@ -1,9 +1,12 @@
 """The agent: links to servers, and connects the streams they ask for to targets.
 
+    STARTING --start--> READY --drain--> DRAINING --all acked, none open or pending--> DRAINED
+    READY, DRAINING, DRAINED --life.leave()--> STOPPING        DRAINING, DRAINED --undrain--> READY
+
 Rules that hold here:
 
 - Losing a link costs its streams and nothing else; the sync loop restores it until the agent is told to leave.
-- The agent owns its drain state and says it in every HELLO; if it changed before WELCOME, DRAIN is the first packet.
+- The agent owns its drain state; what it says of it, and when, is ``drain.py``'s. Leaving is a drain, too.
 - A dial ends in exactly one answer. If the peer gave it up meanwhile, the target's socket is closed at once.
 
 This file must not know the command line, or servers' insides.
@@ -11,42 +14,57 @@ This file must not know the command line, or servers' insides.
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Awaitable, Callable, Mapping
+from enum import Enum
+from functools import partial
 
 import trio
+from trio_util import AsyncValue
 
 from tunnel import logs
 from tunnel.address import Target
 from tunnel.config import AgentConfig
 from tunnel.connect import Connector
-from tunnel.errors import (
-    AddressError,
-    DialError,
-    DialProtocolError,
-    DialTimeout,
-    Refused,
-    RefusedDraining,
-    StreamReset,
-    first_of,
+from tunnel.dials import Dials, Service
+from tunnel.drain import FINAL_ACK, SOFT_ACK, AgentDrain, DrainPhase
+from tunnel.errors import CUT, HandshakeRefused, RefusedDraining, TunnelError
+from tunnel.frames import (
+    DialReq,
+    DrainAck,
+    DrainCmd,
+    DrainStatus,
+    GoAway,
+    GoAwayAck,
+    Packet,
+    UndrainAck,
+    Welcome,
 )
-from tunnel.frames import DialReq, Drain, DrainAck, Packet, Welcome
 from tunnel.handshake import DiallingHandshake, Identity, new_instance
-from tunnel.lifecycle import Lifecycle, live
+from tunnel.lifecycle import EXIT_NEVER_LINKED, Lifecycle, Slices
 from tunnel.link import Link
+from tunnel.readiness import Readiness
 from tunnel.relay import Switchboard
-from tunnel.session import State
-from tunnel.stream import Dialling, TunnelStream
+from tunnel.signals import live
+from tunnel.stream import TunnelStream
 from tunnel.sync import SyncLoop
 from tunnel.transport import SocketTransport
 
 log = logs.get_logger(__name__)
 
-_ACK = 5.0  # seconds that a server has for acknowledging a DRAIN
+_STATUS = 1.0  # seconds between two DRAIN_STATUS at least
+_REAP = 60.0  # seconds without a byte after which a half-closed stream does not hold a drain up
 
 
-Service = Callable[[trio.abc.HalfCloseableStream], Awaitable[None]]
-"""Serves one connection, as a handler of ``trio.serve_tcp`` does."""
+class AgentState(Enum):
+    """See the head of this file."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    DRAINED = "drained"
+    STOPPING = "stopping"
 
 
 class Agent:
@@ -60,27 +78,34 @@ class Agent:
         life: where it is between start and exit.
         sync: what keeps the links; ``sync.links`` are those that are up.
         linked: set while there is a link; replaced by a new event when the last one is lost.
-        draining: whether servers were asked to prefer other agents.
-        served: how many dials were answered with a stream.
+        state: see the head of this file; can be waited for.
+        draining: what servers were told about leaving, and what they acknowledged.
+        dials: what serves dials, with their counts.
+        late: how many dials arrived while it drained, and were served.
+        refused: how many were sent back because they arrived after the end of that.
 
     Raises:
         AddressError: a key of ``services`` is no target.
     """
 
+    slices = Slices(final=FINAL_ACK, cut=1.0, close=1.0)
+    lame_duck = 0.0
+
     def __init__(self, config: AgentConfig, services: Mapping[str, Service] | None = None) -> None:
         self.config = config
         self.life = Lifecycle(self, config.timeouts.shutdown)
         self.linked = trio.Event()
-        self.served = 0
-        self.draining = False
-        self._services = None if services is None else {Target.parse(at): talk for at, talk in services.items()}
+        self.state: AsyncValue[AgentState] = AsyncValue(AgentState.STARTING)
+        self.late = self.refused = 0
         self._instance = new_instance()
         self._board = Switchboard()
-        self._connector = Connector()
-        self.sync = SyncLoop(config.servers, Connector(), config.timeouts, self._make_link)
-        self._drain_seq = 0
-        self._drain_reason = ""
-        self._unacked: dict[Link, trio.Event] = {}  # by links that owe an ack of the last DRAIN
+        served_here = None if services is None else {Target.parse(at): talk for at, talk in services.items()}
+        self.dials = Dials(self._board, served_here)
+        self.sync = SyncLoop(config.servers, Connector(), config.timeouts, self._make_link, self._link_failed)
+        self.draining = AgentDrain(self.sync.links.values, lambda: (self.remaining, self.life.open.value))
+        self._changed = trio.Event()  # a drain began or ended
+        self._until = math.inf  # when an operator's drain is over at the latest
+        self._leave_when_drained = False
 
     def __repr__(self) -> str:
         return f"<Agent {self.config.name} {self.life!r} {self.sync!r}>"
@@ -100,11 +125,18 @@ class Agent:
     async def start(self, life: Lifecycle) -> None:
         """See ``lifecycle.Program``."""
         await life.background.start(self._board.run)
+        life.background.start_soon(self._watch_drain)
         life.accepting.start_soon(self.sync.run, life.background)
+        self.state.value = AgentState.READY
 
-    async def tell(self) -> None:
+    def announce(self) -> None:
         """See ``lifecycle.Program``."""
-        await self.drain("signal")
+        self.state.value = AgentState.STOPPING
+
+    async def soft(self) -> None:
+        """See ``lifecycle.Program``."""
+        self._begin_drain("signal")
+        await self.draining.acknowledged(SOFT_ACK)
 
     @property
     def unsent(self) -> bool:
@@ -116,47 +148,149 @@ class Agent:
         while blocked := next((link for link in self.sync.links.values() if link.sending), None):
             await blocked.all_sent()
 
-    async def close(self) -> None:
+    async def final(self) -> None:
+        """See ``lifecycle.Program``."""
+        self.draining.final()
+        await self.draining.acknowledged(FINAL_ACK)
+
+    async def cut(self, seconds: float) -> None:
+        """See ``lifecycle.Program``."""
+        await self._board.cut(CUT, "the agent is leaving, and the time is over", seconds)
+
+    async def close(self, seconds: float) -> None:
         """See ``lifecycle.Program``."""
         async with trio.open_nursery() as nursery:
             for link in self.sync.links.values():
-                nursery.start_soon(link.close, "leaving", "the agent is leaving")
+                nursery.start_soon(partial(link.close, "leaving", "the agent is leaving", seconds=seconds))
 
-    async def drain(self, reason: str) -> None:
-        """Ask all servers to prefer other agents; return when they have acknowledged, or after five seconds.
+    def tally(self) -> dict[str, int]:
+        """See ``lifecycle.Program``."""
+        return {"late": self.late, "refused": self.refused}
 
-        Dials that arrive all the same are served. Links that are lost are restored, still draining, and no others
-        are made.
+    # -- draining
+
+    @property
+    def remaining(self) -> float:
+        """Seconds until what is open is cut, if the agent leaves; else until an operator's drain should be over."""
+        if self.life.leaving or math.isinf(self._until):
+            return self.life.remaining
+        return max(0.0, self._until - trio.current_time())
+
+    @property
+    def readiness(self) -> Readiness:
+        """Whether dials should be sent here."""
+        return Readiness.of(
+            starting=self.state.value is AgentState.STARTING,
+            draining=self.draining.draining or self.life.leaving,
+            no_server=not self.sync.links,
+        )
+
+    @property
+    def status(self) -> DrainStatus:
+        """How far a drain is."""
+        servers = len(self.sync.links)
+        return DrainStatus(
+            self.state.value.value,
+            self.life.open.value - self.dials.pending,
+            self.dials.pending,
+            int(self.life.oldest * 1000),
+            servers - self.draining.unacked,
+            servers,
+        )
+
+    def drain(self, reason: str = "admin", *, seconds: float = math.inf, leave: bool = False) -> None:
+        """Ask all servers to prefer other agents; ``state`` says when nothing is left.
+
+        Dials that arrive all the same are served. Links that are lost are restored, still draining, and no others are
+        made. With ``leave`` the agent leaves when it is drained, or after so many seconds. No effect once it leaves.
         """
-        self.draining = True
-        self._drain_reason = reason
+        self._until = min(self._until, trio.current_time() + seconds)
+        self._leave_when_drained |= leave
+        if not self.life.leaving:
+            self._begin_drain(reason)
+            self._enter_drain_state()
+
+    def undrain(self, reason: str = "admin") -> bool:
+        """Take that reason to drain back. False if it is too late, or another reason remains."""
+        if self.life.leaving or not self.draining.undrain(reason):
+            return False
+        self._until, self._leave_when_drained = math.inf, False
+        self.sync.undrain()
+        self.state.value = AgentState.READY
+        log.info("drain undone", reason=reason, servers=len(self.sync.links))
+        return True
+
+    def _begin_drain(self, reason: str) -> None:
         self.sync.drain()
-        self._drain_seq += 1
-        self._unacked = {link: self._unacked.get(link, trio.Event()) for link in self.sync.links.values()}
-        unacked = dict(self._unacked)
-        log.info("drain started", reason=reason, open=self.life.open.value, servers=len(unacked))
-        for link in unacked:
-            self._send_drain(link)
-        with trio.move_on_after(_ACK):
-            for acked in unacked.values():
-                await acked.wait()
+        if reason not in self.draining.reasons:
+            log.info("drain started", reason=reason, open=self.life.open.value, servers=len(self.sync.links))
+        self.draining.drain(reason)
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def _enter_drain_state(self) -> None:
+        left = self.life.open.value or self.draining.unacked
+        self.state.value = AgentState.DRAINING if left else AgentState.DRAINED
+
+    async def _watch_drain(self) -> None:
+        """While draining: know when nothing is left, tell servers how far it is, and end what will never end."""
+        said: DrainStatus | None = None
+        reaped = 0.0
+        while True:
+            while not self.draining.draining:
+                said, reaped = None, trio.current_time()
+                await self._changed.wait()
+            if not self.life.leaving:
+                self._enter_drain_state()
+                self._leave_if_drained()
+            if self.status != said:
+                said = self.status
+                self._send_all(said)
+            if trio.current_time() - reaped >= _REAP:
+                reaped = trio.current_time()
+                self._board.reap()
+            with trio.move_on_after(_STATUS):
+                await self._something_new()
+
+    async def _something_new(self) -> None:
+        """Return at the moments that matter: the last stream ended, or the first one came back; all have acked."""
+        empty, acked = not self.life.open.value, not self.draining.unacked
+        async with trio.open_nursery() as nursery:
+
+            async def then_stop(wait: Callable[[], Awaitable[object]]) -> None:
+                await wait()
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(then_stop, lambda: self.life.open.wait_value(lambda n: (not n) is not empty))
+            nursery.start_soon(then_stop, self._changed.wait)
+            if not acked:
+                nursery.start_soon(then_stop, self.draining.wait_acked)
+
+    def _leave_if_drained(self) -> None:
+        drained = self.state.value is AgentState.DRAINED
+        if self._leave_when_drained and (drained or trio.current_time() >= self._until):
+            self.life.leave()
+
+    def _send_all(self, packet: Packet) -> None:
+        for link in self.sync.links.values():
+            link.session.send_control(packet)
+            link.flush()
+
+    def _obey(self, link: Link, command: DrainCmd) -> None:
+        """An operator said so at a server."""
+        if command.instance != self._instance:
+            log.warning("command for another process", action=command.action, instance=command.instance)
             return
-        log.warning("drain not acked", servers=sum(not acked.is_set() for acked in unacked.values()))
-
-    def _acked(self, link: Link) -> None:
-        acked = self._unacked.pop(link, None)
-        if acked is not None:
-            acked.set()
-
-    def _send_drain(self, link: Link) -> None:
-        ms = int(self.config.timeouts.shutdown * 1000)
-        link.session.send_control(Drain(self._drain_seq, "soft", self._drain_reason, ms, self.life.open.value))
-        link.flush()
+        log.info("command", action=command.action, text=command.text, server_id=link.peer and link.peer.instance)
+        if command.action == "undrain":
+            self.undrain()
+        else:
+            self.drain(seconds=command.ms / 1000 if command.ms else math.inf, leave=bool(command.leave))
 
     # -- links
 
     def _make_link(self, sock: socket.socket, on_linked: Callable[[], None], on_end: Callable[[], None]) -> Link:
-        said = self.draining
+        said = self.draining.draining
         me = Identity(
             "agent",
             self.config.name,
@@ -170,12 +304,11 @@ class Agent:
         def linked() -> None:
             on_linked()
             self.linked.set()
-            if self.draining and not said:  # it began between HELLO and WELCOME
-                self._send_drain(link)
+            self.draining.linked(link, said)
 
         def ended() -> None:
             on_end()
-            self._acked(link)
+            self.draining.gone(link)
             if self.linked.is_set() and not self.sync.links:
                 self.linked = trio.Event()
 
@@ -192,80 +325,35 @@ class Agent:
         return link
 
     def _control(self, link: Link, packet: Packet) -> None:
-        if isinstance(packet, DrainAck):
-            if packet.seq == self._drain_seq:
-                self._acked(link)
-        elif isinstance(packet, Welcome):
-            self.sync.told_count(link)
+        match packet:
+            case DrainAck() | UndrainAck():
+                self.draining.acked(link, packet)
+            case Welcome():
+                self.sync.told_count(link)
+            case DrainCmd():
+                self._obey(link, packet)
+            case GoAway():
+                link.session.send_control(GoAwayAck(packet.phase))
+                self.sync.going(link)
+
+    def _link_failed(self, error: TunnelError, all_failed: bool) -> None:
+        """With ``exit_on_failure``: a refusal that is for good, or no server at all, ends the agent."""
+        for_good = isinstance(error, HandshakeRefused)
+        if self.config.exit_on_failure and (for_good or (all_failed and not self.sync.ever_linked)):
+            log.error("cannot link", cause=error)
+            self.life.leave(EXIT_NEVER_LINKED)
 
     # -- dials
 
     def _dialled(self, stream: TunnelStream, request: DialReq) -> None:
-        if not self.life.spawn(self._serve, stream, request):
+        if self.draining.phase is DrainPhase.FINAL or not self.life.spawn(self.dials.serve, stream, request):
+            self.refused += 1
             stream.refuse(RefusedDraining("the agent has left"))
-
-    async def _serve(self, stream: TunnelStream, request: DialReq) -> None:
-        """One stream, from its DIAL_REQ to the end of both directions."""
-        try:
-            target = Target(request.host, request.port)
-            if self._services is not None:
-                await self._serve_here(stream, target, self._services)
-            else:
-                await self._serve_there(stream, target, request.ms / 1000)
-        except AddressError as error:
-            self._refuse(stream, request, DialProtocolError(str(error)))
-        except DialError as error:
-            self._refuse(stream, request, error)
-
-    def _refuse(self, stream: TunnelStream, request: DialReq, error: DialError) -> None:
-        if stream.core.state is State.DIALLING:  # still wanted
-            log.info("dial failed", target=f"{request.host}:{request.port}", code=error.code, cause=error.text)
-            stream.refuse(error)
-
-    async def _serve_there(self, stream: TunnelStream, target: Target, seconds: float) -> None:
-        """Connect to the target, and carry the stream."""
-        with trio.move_on_after(seconds) as scope:
-            stream.core.attach(Dialling(scope))
-            sock = await self._connector.connect(target.host, target.port)
-        if stream.core.state is not State.DIALLING:  # given up meanwhile
-            if not scope.cancelled_caught:
-                sock.close()
-        elif scope.cancelled_caught:
-            raise DialTimeout(f"{target.host} port {target.port}: no answer within {seconds:g} s")
         else:
-            stream.core.accept()
-            self.served += 1
-            await self._carry(stream, sock)
-
-    async def _serve_here(self, stream: TunnelStream, target: Target, services: Mapping[Target, Service]) -> None:
-        """Have a service of this process talk on the stream."""
-        service = services.get(target)
-        if service is None:
-            raise Refused(f"{target}: this agent has no such service")
-        stream.core.accept()
-        stream.outlet.flush()
-        self.served += 1
-        try:
-            await _talk(service, stream)
-            await stream.aclose()
-        except BaseException:
-            stream.reset("reset", "the service failed")
-            raise
-
-    async def _carry(self, stream: TunnelStream, sock: socket.socket) -> None:
-        try:
-            await self._board.join(sock, stream)
-        except StreamReset as error:
-            log.debug("stream reset", stream=stream.core.id, code=error.code, cause=error.text)
-
-
-async def _talk(service: Service, stream: TunnelStream) -> None:
-    try:
-        await service(stream)
-    except* trio.BrokenResourceError as group:
-        log.debug("stream reset", stream=stream.core.id, cause=first_of(group))
+            self.late += self.draining.draining
 
 
 def run(config: AgentConfig) -> int:
     """Run an agent as this process's program, under its signals; the exit code."""
-    return trio.run(live, Agent(config).life)
+    agent = Agent(config)
+    return trio.run(live, agent.life, agent.drain, agent.undrain)

@@ -1,7 +1,7 @@
 """The backend manager: which agents are linked, which of them should serve a dial, and dialling through it.
 
     ACTIVE --mark (DRAIN, or ``draining`` in HELLO)--> DRAINING --DRAIN(final)--> FINAL --link ended--> GONE
-       ^----------------unmark----------------------------+       ACTIVE, DRAINING --link ended--> GONE
+       ^----------------unmark (UNDRAIN)------------------+       ACTIVE, DRAINING --link ended--> GONE
 
 Rules that hold here:
 
@@ -30,7 +30,7 @@ from tunnel import logs
 from tunnel.address import Identifier, Target, host_kind
 from tunnel.config import STRATEGIES, Claims
 from tunnel.errors import DialError, DialTimeout, LinkLost, NoBackend, RefusedDraining
-from tunnel.frames import Drain, DrainAck, Packet
+from tunnel.frames import MAX_U32, Drain, DrainAck, DrainCmd, DrainStatus, Packet, Undrain, UndrainAck
 from tunnel.handshake import Identity
 from tunnel.link import Link
 from tunnel.pools import BackendState, Bucket
@@ -52,9 +52,10 @@ class Backend:
     Attributes:
         link: set by whoever makes the link, before it runs.
         state: see the head of this file.
+        status: how far its drain is, as the agent said last.
     """
 
-    __slots__ = ("_drain_seq", "keys", "link", "manager", "state")
+    __slots__ = ("_drain_seq", "keys", "link", "manager", "said_fallback", "state", "status")
 
     link: Link
 
@@ -62,6 +63,8 @@ class Backend:
         self.manager = manager
         self.state = BackendState.GONE
         self.keys: tuple[Key, ...] = ()
+        self.status: DrainStatus | None = None
+        self.said_fallback = False  # in the log, during this drain
         self._drain_seq = 0
 
     def __repr__(self) -> str:
@@ -112,12 +115,35 @@ class Backend:
         self.manager.remove(self)
 
     def on_control(self, packet: Packet) -> None:
-        """A packet about the link. DRAIN marks and is acknowledged in one step; others mean nothing here."""
-        if isinstance(packet, Drain):
-            if packet.seq > self._drain_seq:
-                self._drain_seq = packet.seq
-                self.manager.mark(self, final=packet.phase == "final")
-            self.link.session.send_control(DrainAck(packet.seq, packet.phase))
+        """A packet about the link. DRAIN and UNDRAIN are done and acknowledged in one step."""
+        match packet:
+            case Drain():
+                if self._is_news(packet.seq):
+                    self.manager.mark(self, final=packet.phase == "final")
+                self.link.session.send_control(DrainAck(packet.seq, packet.phase))
+            case Undrain():
+                if self._is_news(packet.seq):
+                    self.manager.unmark(self)
+                self.link.session.send_control(UndrainAck(packet.seq))
+            case DrainStatus():
+                self.status = packet
+
+    def _is_news(self, seq: int) -> bool:
+        """Whether it was said after all that was heard before."""
+        newer = seq > self._drain_seq
+        self._drain_seq = max(seq, self._drain_seq)
+        return newer
+
+    def command(self, action: str, text: str, seconds: float = 0.0, *, leave: bool = False) -> None:
+        """Have the agent ``drain`` or ``undrain`` itself on all its servers; a drain is marked here at once.
+
+        ``seconds`` is the time it gets, 0 for no end; with ``leave`` it exits then, or when it is drained.
+        """
+        if action == "drain":
+            self.manager.mark(self)
+        command = DrainCmd(self.instance, action, text, min(int(seconds * 1000), MAX_U32), int(leave))
+        self.link.session.send_control(command)
+        self.link.flush()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +198,16 @@ class Backends:
 
     Args:
         strategies: in the order tried; see ``docs/strategies.md``.
+        fallback: whether draining backends serve what no active one can.
 
     Attributes:
         fallbacks: dials that went to a draining backend because nothing else matched.
         redispatched: dials that went to a second backend, by the code of what happened at the first.
     """
 
-    def __init__(self, strategies: tuple[str, ...] = STRATEGIES) -> None:
+    def __init__(self, strategies: tuple[str, ...] = STRATEGIES, *, fallback: bool = True) -> None:
         self.strategies = strategies
+        self._passes = _POOLED if fallback else (BackendState.ACTIVE,)
         self.fallbacks = 0
         self.redispatched: Counter[str] = Counter()
         self._buckets: dict[Key, Bucket[Backend]] = {}
@@ -198,6 +226,11 @@ class Backends:
     def active(self) -> int:
         """How many backends are ACTIVE."""
         return self._states[BackendState.ACTIVE]
+
+    @property
+    def serving(self) -> int:
+        """How many backends may be picked, be it as a fallback."""
+        return sum(self._states[state] for state in self._passes)
 
     # -- membership
 
@@ -251,6 +284,7 @@ class Backends:
         """DRAINING -> ACTIVE. No effect in any other state."""
         if backend.state is BackendState.DRAINING:
             self._enter(backend, BackendState.ACTIVE)
+            backend.status, backend.said_fallback = None, False
             log.info("backend active", agent=backend.name, instance=backend.instance)
 
     def _enter(self, backend: Backend, state: BackendState) -> None:
@@ -297,7 +331,7 @@ class Backends:
         Raises:
             NoBackend: nobody matches.
         """
-        for state in (BackendState.ACTIVE, BackendState.DRAINING):
+        for state in self._passes:
             for strategy, key in self._matches(target, agent):
                 backend = self._buckets[key].pick(state, besides)
                 if backend is not None:
@@ -308,6 +342,8 @@ class Backends:
         if not len(self):
             return "no agent is linked"
         other = "agent" if besides is None else "other agent"
+        if self._states[BackendState.DRAINING] and BackendState.DRAINING not in self._passes:
+            other += " that is not draining"
         if agent is not None:
             return f"no {other} named {agent} can take it now"
         return f"no {other} matches {target}"
@@ -410,8 +446,9 @@ class Backends:
     async def _dial_through(
         self, decision: Decision, target: Target, seconds: float, window: int | None
     ) -> TunnelStream:
-        self.fallbacks += decision.fallback
         agent = decision.backend.name
+        if decision.fallback:
+            self._note_fallback(decision.backend, target)
         ms = max(1, int(seconds * 1000))
         try:
             stream = await decision.backend.link.dial(target.host, target.port, ms=ms, window=window)
@@ -420,6 +457,17 @@ class Backends:
             raise
         log.debug("dialled", target=target, agent=agent, strategy=decision.strategy, key=decision.key)
         return stream
+
+    def _note_fallback(self, backend: Backend, target: Target) -> None:
+        self.fallbacks += 1
+        if not backend.said_fallback:
+            backend.said_fallback = True
+            log.info("fallback to a draining agent", agent=backend.name, instance=backend.instance, target=target)
+
+    def named(self, agent: str) -> list[Backend]:
+        """All backends of one name, whatever their state; FINAL ones are not among them."""
+        bucket = self._buckets.get(("agent", agent, 0))
+        return [] if bucket is None else [backend for backend, _ in bucket.members()]
 
 
 _USE = {  # by whether it was chosen, and whether it has an active agent, or comes after a draining one that serves

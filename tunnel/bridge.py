@@ -97,13 +97,14 @@ class _Alone:
 class _Span:
     """Both streams, and the task that owns them."""
 
-    __slots__ = ("agent", "client", "error", "finished", "task", "touched")
+    __slots__ = ("agent", "client", "error", "finished", "moved", "task", "touched")
 
     def __init__(self, touched: set[Outlet], client: TunnelStream, agent: TunnelStream) -> None:
         self.touched = touched
         self.client = _End(self, client, agent)
         self.agent = _End(self, agent, client)
         self.finished = False
+        self.moved = (-1, -1)  # bytes sent and received when they were looked at last
         self.error: StreamReset | None = None
         self.task: trio.lowlevel.Task | None = None
 
@@ -123,6 +124,12 @@ class _Span:
         end.other.reset(code, text)
         self.touched.add(end.outlet)
         self.finish(StreamReset(code, text))
+
+    @property
+    def stalled(self) -> bool:
+        """Whether one direction has ended, and nothing moved in the other since this was asked last."""
+        moved, self.moved = self.moved, (self.agent.core.sent, self.agent.core.received)
+        return (self.client.ended or self.agent.ended) and moved == self.moved
 
     def give_up(self, code: str, text: str) -> None:
         """Reset both."""
@@ -157,9 +164,10 @@ class Bridge:
 
     def __init__(self) -> None:
         self.touched: set[Outlet] = set()
+        self._spans: dict[_Span, None] = {}  # oldest first
 
     def __repr__(self) -> str:
-        return f"<Bridge touched={len(self.touched)}>"
+        return f"<Bridge streams={len(self._spans)}>"
 
     def flush(self) -> None:
         """Send what was queued."""
@@ -176,6 +184,13 @@ class Bridge:
             StreamReset: one of the two was reset, and so is the other now.
         """
         span = _Span(self.touched, client, agent)
+        self._spans[span] = None
+        try:
+            await self._carry(span, client, agent, window)
+        finally:
+            del self._spans[span]
+
+    async def _carry(self, span: _Span, client: TunnelStream, agent: TunnelStream, window: int) -> None:
         client.core.accept(agent.core.credit)
         if client.core.credit > window:
             agent.core.give_credit(client.core.credit - window)
@@ -187,3 +202,24 @@ class Bridge:
             await trio.lowlevel.wait_task_rescheduled(span.abort)
         if span.error is not None:
             raise span.error
+
+    async def cut(self, code: str, text: str, seconds: float) -> None:
+        """Reset every stream, spread over half the time. If cancelled, what is left is reset at once."""
+        left = list(self._spans)
+        pause = seconds / 2 / max(1, len(left))
+        try:
+            while left:
+                left.pop().give_up(code, text)
+                self.flush()
+                await trio.sleep(pause)
+        finally:
+            for span in left:
+                span.give_up(code, text)
+            self.flush()
+
+    def reap(self) -> None:
+        """Reset the streams that are half-closed, and on which nothing moved since the last call."""
+        for span in list(self._spans):
+            if span.stalled:
+                span.give_up("idle", "half-closed, and nothing moved while others were waited for")
+        self.flush()

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import click
 
-from tunnel import __version__
+from tunnel import __version__, early
 from tunnel.address import Identifier, ListenAddress, Target
 from tunnel.config import (
     LOWEST_PRIORITY,
@@ -28,6 +28,7 @@ from tunnel.config import (
     ClientConfig,
     Forward,
     ServerConfig,
+    Timeouts,
     check_exposed,
     load_file,
     parse_agent_name,
@@ -92,6 +93,17 @@ def _set_defaults(ctx: click.Context, _param: click.Parameter, defaults: dict[st
     ctx.default_map = defaults
 
 
+def _ends_by_signal(command: Callable[..., None]) -> Callable[..., None]:
+    """Of a command that does not take care of signals itself."""
+
+    @wraps(command)
+    def released(*arguments: Any, **options: Any) -> None:
+        early.release()
+        command(*arguments, **options)
+
+    return released
+
+
 _option = partial(click.option, show_envvar=True)
 _listen = Parsed("address", ListenAddress.parse)
 _connect = Parsed("address", lambda text: None if text == "off" else ListenAddress.parse(text))
@@ -104,6 +116,15 @@ _identifier = Parsed("identifier", Identifier.parse)
 _strategies = Parsed("strategies", parse_strategies)
 _SEVERAL = "Repeatable; the variable takes several, separated by spaces."
 _file = Parsed("file", _defaults_from_file)
+
+
+_budget = _option(
+    "--shutdown-budget",
+    type=_duration,
+    metavar="DURATION",
+    default=f"{_DEFAULTS.timeouts.shutdown:g}s",
+    help="From the signal to the exit; what is open when little of it is left is cut: 500ms, 30s, 5m.",
+)
 
 
 def _log_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -167,6 +188,20 @@ def program() -> None:
     default=_DEFAULTS.server_count,
     help="How many servers there are behind each name that agents dial; they link to each.",
 )
+@_option(
+    "--lame-duck",
+    type=_duration,
+    metavar="DURATION",
+    default=f"{_DEFAULTS.lame_duck:g}s",
+    help="When told to leave, go on as before for so long, a part of the budget, while others learn of it.",
+)
+@_option(
+    "--drain-fallback",
+    type=click.Choice(["allow", "deny"]),
+    default="allow",
+    help="Whether a draining agent serves what no other agent can.",
+)
+@_budget
 @_option("--insecure", is_flag=True, help="Serve addresses that others can reach, though nobody proves who they are.")
 @_log_options
 def _server(
@@ -176,12 +211,26 @@ def _server(
     dial_timeout: float,
     strategy: tuple[str, ...],
     server_count: int,
+    lame_duck: float,
+    drain_fallback: str,
+    shutdown_budget: float,
     insecure: bool,
     log_level: str,
     log_format: str,
 ) -> None:
     """Take links from agents, and open streams through them."""
-    config = ServerConfig(listen, connect, forward, dial_timeout, insecure, strategy, server_count)
+    config = ServerConfig(
+        listen=listen,
+        connect=connect,
+        forwards=forward,
+        dial_timeout=dial_timeout,
+        insecure=insecure,
+        strategies=strategy,
+        server_count=server_count,
+        lame_duck=lame_duck,
+        drain_fallback=drain_fallback == "allow",
+        timeouts=Timeouts(shutdown=shutdown_budget),
+    )
     _check_exposed(config.exposed(), insecure, log_level, log_format)
     from tunnel import server
 
@@ -221,6 +270,12 @@ def _server(
     default=0,
     help="0 serves first; others when no agent of a lower number that matches is active.",
 )
+@_option(
+    "--exit-on-failure",
+    is_flag=True,
+    help="Exit with 5, rather than try again, when no server takes it at first, or one refuses it for good.",
+)
+@_budget
 @_log_options
 def _agent(
     server: tuple[Target, ...],
@@ -228,11 +283,19 @@ def _agent(
     identifier: tuple[Identifier, ...],
     default_route: bool,
     priority: int,
+    exit_on_failure: bool,
+    shutdown_budget: float,
     log_level: str,
     log_format: str,
 ) -> None:
     """Link to servers, and reach targets for them."""
-    config = AgentConfig(server, name, Claims(identifier, default_route, priority))
+    config = AgentConfig(
+        server,
+        name,
+        Claims(identifier, default_route, priority),
+        exit_on_failure,
+        timeouts=Timeouts(shutdown=shutdown_budget),
+    )
     _log_to_stderr(log_level, log_format)
     from tunnel import agent
 
@@ -252,24 +315,32 @@ _servers = _option(
 @program.command("forward")
 @click.argument("forwards", type=_forward, metavar="LISTEN=TARGET[@AGENT]...", nargs=-1, required=True)
 @_servers
+@_budget
 @_option(
     "--insecure", is_flag=True, help="Listen on addresses that others can reach, though nobody proves who they are."
 )
 @_log_options
 def _forward_ports(
-    forwards: tuple[Forward, ...], server: tuple[Target, ...], insecure: bool, log_level: str, log_format: str
+    forwards: tuple[Forward, ...],
+    server: tuple[Target, ...],
+    shutdown_budget: float,
+    insecure: bool,
+    log_level: str,
+    log_format: str,
 ) -> None:
     """Listen on local ports that lead to targets, like 5432=db.internal:5432; with @AGENT, through that one."""
     exposed = [str(forward) for forward in forwards if not forward.listen.is_loopback]
     _check_exposed(exposed, insecure, log_level, log_format)
     from tunnel import forwarder
 
-    raise SystemExit(forwarder.run(ClientConfig(server), forwards))
+    config = ClientConfig(server, timeouts=Timeouts(shutdown=shutdown_budget))
+    raise SystemExit(forwarder.run(config, forwards))
 
 
 @program.command("connect")
 @click.argument("target", type=_destination, metavar="TARGET[@AGENT]")
 @_servers
+@_ends_by_signal
 def _connect_stdio(target: tuple[Target, str | None], server: tuple[Target, ...]) -> None:
     """Connect standard input and output to a target, as for ssh -o ProxyCommand='tunnel connect %h:%p ...'.
 
@@ -283,6 +354,7 @@ def _connect_stdio(target: tuple[Target, str | None], server: tuple[Target, ...]
 
 
 @program.command("demo")
+@_ends_by_signal
 def _demo() -> None:
     """Show it all in one process, on loopback and free ports."""
     _log_to_stderr("error", "auto")

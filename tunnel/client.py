@@ -1,13 +1,15 @@
 """The client: dials targets through a server, many streams over one link.
 
     NO LINK --dial--> LINKING, servers in order --the first that takes us--> LINKED --link ended--> NO LINK
-       ^--------------- none does: NoServer --+
+       ^--------------- none does: NoServer --+                                      |
+                                              +------------- GOAWAY: link elsewhere -+
 
 Rules that hold here:
 
 - There is a link when one is needed: the first dial makes it, and so does the first after it was lost. Dials that
   come meanwhile wait for the same attempt.
 - A dial whose link is lost before the answer goes once over a new one, within its deadline. No byte has moved by then.
+- A server that is leaving keeps the streams it has. New dials go over a new link as soon as there is one.
 - What was sent on a stream, and closed, is on its way when the client ends; streams that are still open are reset.
 - The link has a task of its own, outside the caller's scopes: what fails in the body of ``open_client`` arrives as it
   was raised, and closing a stream still works while a cancellation unwinds.
@@ -20,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import trio
@@ -34,8 +37,10 @@ from tunnel.errors import (
     LinkLost,
     LinkStopped,
     NoServer,
+    RefusedDraining,
     TunnelError,
 )
+from tunnel.frames import GoAway, GoAwayAck, Packet
 from tunnel.handshake import DiallingHandshake, Identity, new_instance
 from tunnel.link import Link
 from tunnel.stream import TunnelStream
@@ -44,6 +49,8 @@ from tunnel.transport import SocketTransport
 log = logs.get_logger(__name__)
 
 _PATIENCE = 3.0  # seconds that a server gets while there is another one to try
+_AGAIN = 0.5  # seconds between two looks for another server, when the one that is linked is leaving
+_GOODBYE = 1.0  # seconds that the last words to servers may take
 
 
 class _Attempt:
@@ -60,12 +67,13 @@ class Client:
 
     Attributes:
         config: what it was made with.
-        link: the link that is up, or the last one.
+        link: the link that new dials go over, or the last such.
     """
 
     def __init__(self, config: ClientConfig) -> None:
         self.config = config
         self.link: Link | None = None
+        self._links: set[Link] = set()  # all that are up: servers that are leaving keep theirs
         self._connector = Connector()
         self._instance = new_instance()
         self._attempt: _Attempt | None = None
@@ -93,9 +101,8 @@ class Client:
         """Leave, and end ``run``. What was sent goes first, within the shutdown time; if cancelled, within a second."""
         self._closed = True
         try:
-            if self.link is not None:
-                with trio.move_on_after(self.config.timeouts.shutdown):
-                    await self.link.all_sent()
+            with trio.move_on_after(self.config.timeouts.shutdown):
+                await self.settle()
         finally:
             await self.leave()
             with trio.CancelScope(shield=True):  # bounded by what a link's end takes
@@ -103,14 +110,25 @@ class Client:
                 self._nursery.cancel_scope.cancel()
                 await self._ended.wait()
 
-    async def leave(self) -> None:
-        """Say goodbye to the server, within two seconds; nothing can be dialled any more.
+    @property
+    def unsent(self) -> bool:
+        """Whether something is queued that did not go yet."""
+        return any(link.sending for link in self._links)
+
+    async def settle(self) -> None:
+        """Wait until that is not so."""
+        while blocked := next((link for link in self._links if link.sending), None):
+            await blocked.all_sent()
+
+    async def leave(self, seconds: float = _GOODBYE) -> None:
+        """Say goodbye, within so many seconds; nothing can be dialled any more.
 
         Streams that are open are reset, but for those that have sent EOF: what they sent is delivered.
         """
         self._closed = True
-        if self.link is not None:
-            await self.link.close("leaving", "the client is leaving")
+        async with trio.open_nursery() as nursery:
+            for link in self._links:
+                nursery.start_soon(partial(link.close, "leaving", "the client is leaving", seconds=seconds))
 
     # -- dialling
 
@@ -145,17 +163,19 @@ class Client:
             link = await self.connect()
             try:
                 return await _dial(link, target, scope.deadline, options)
-            except LinkLost as error:
-                if link.why is None:  # it is the server that says so, of an agent's link
+            except (LinkLost, RefusedDraining) as error:
+                if link.why is None and not link.going:  # it is the server that says so, of an agent
                     raise
                 log.debug("dial goes over a new link", target=target, cause=error)
-            return await _dial(await self.connect(), target, scope.deadline, options)
+            return await _dial(await self.connect(besides=link), target, scope.deadline, options)
         raise DialTimeout(f"{target}: no answer within {timeout:g} s")
 
     # -- the link
 
-    async def connect(self) -> Link:
+    async def connect(self, besides: Link | None = None) -> Link:
         """The link that is up, or a new one: what ``dial`` does first. If cancelled, the attempt goes on.
+
+        ``besides`` is one that is of no use any more.
 
         Raises:
             NoServer: no server could be linked to.
@@ -164,7 +184,7 @@ class Client:
         if self._closed:
             raise trio.ClosedResourceError("this client was closed")
         await self._running.wait()
-        if self.link is not None and self.link.why is None:
+        if self.link is not None and self.link.why is None and self.link is not besides:
             return self.link
         if self._attempt is None:
             self._attempt = _Attempt()
@@ -203,9 +223,12 @@ class Client:
                 DiallingHandshake(self._identity()),
                 limits=self.config.limits,
                 timeouts=self.config.timeouts,
+                on_control=lambda packet: self._control(server, link, packet),
                 on_end=lambda: self._lost(server, link),
             )
             await self._nursery.start(link.run)
+            if link.why is None:
+                self._links.add(link)
             log.info("linked", server=server)
             return link
         raise DialTimeout(f"no link within {seconds:g} s")
@@ -213,7 +236,26 @@ class Client:
     def _identity(self) -> Identity:
         return Identity("client", self.config.name, self._instance, body_limit=self.config.limits.body)
 
+    def _control(self, server: Target, link: Link, packet: Packet) -> None:
+        if isinstance(packet, GoAway):
+            link.session.send_control(GoAwayAck(packet.phase))
+            if not link.going:
+                link.going = True
+                log.info("server leaving", server=server)
+                self._nursery.start_soon(self._move_from, link)
+
+    async def _move_from(self, link: Link) -> None:
+        """Have new dials go elsewhere as soon as possible; the old link ends when its last stream has."""
+        while link.why is None and self.link is link:
+            try:
+                await self.connect(besides=link)
+            except NoServer:
+                await trio.sleep(_AGAIN)
+        await link.open_streams.wait_value(0)
+        await link.close("leaving", "the client has linked elsewhere")
+
     def _lost(self, server: Target, link: Link) -> None:
+        self._links.discard(link)
         if link.peer is not None and not isinstance(link.why, LinkStopped):
             log.info("link lost", server=server, cause=link.why)
 

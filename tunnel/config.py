@@ -65,7 +65,7 @@ class Timeouts:
         handshake: from the TCP connection to a usable link.
         keepalive: a PING goes out after so much silence; after three times that, the link is dead.
         head: from the accepted connection to the end of its CONNECT request head.
-        shutdown: what open streams get after a signal.
+        shutdown: from the signal to leave to the exit; what open streams get, but for the last steps.
         backoff_first: bound of the random delay before the first reconnect; doubles with each failure.
         backoff_max: where the doubling ends.
         stable: a link that lived this long resets the back-off.
@@ -118,6 +118,8 @@ class ServerConfig:
         insecure: serve on addresses that others can reach although nobody has to prove who they are.
         strategies: how backends are matched to a target, in the order tried; some of ``STRATEGIES``.
         server_count: how many servers there are in all, for agents to link to.
+        lame_duck: seconds for which a server that is leaving goes on as before, so that others stop sending.
+        drain_fallback: whether draining agents serve what no other agent can.
     """
 
     listen: ListenAddress = _LINKS
@@ -127,12 +129,18 @@ class ServerConfig:
     insecure: bool = False
     strategies: tuple[str, ...] = STRATEGIES
     server_count: int = 1
+    lame_duck: float = 0.0
+    drain_fallback: bool = True
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
     def __post_init__(self) -> None:
         if self.dial_timeout <= 0:
             raise ConfigError("--dial-timeout 0s leaves no time for any dial; taken: more than that, like 10s")
+        if self.lame_duck > self.timeouts.shutdown:
+            raise ConfigError(
+                f"--lame-duck {self.lame_duck:g}s does not fit into --shutdown-budget {self.timeouts.shutdown:g}s"
+            )
 
     def exposed(self) -> list[str]:
         """The options, as one would type them, whose addresses are not loopback."""
@@ -200,6 +208,7 @@ class AgentConfig:
         servers: where the agent dials out to; each may stand for several servers.
         name: how the agent is called, see ``parse_agent_name``.
         claims: what it says it can serve.
+        exit_on_failure: leave, rather than try again, when no server takes it at first or one refuses it for good.
 
     Raises:
         ConfigError: the name is not taken, or there is no server.
@@ -208,6 +217,7 @@ class AgentConfig:
     servers: tuple[Target, ...]
     name: str
     claims: Claims = field(default_factory=Claims)
+    exit_on_failure: bool = False
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
 

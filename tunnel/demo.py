@@ -74,10 +74,10 @@ class Demo:
 
     async def get(self, path: str, name: str | None = None, started: trio.Event | None = None) -> Result:
         """GET a path of the target, through the agent called ``name`` if given; ``started``: at the first byte."""
-        served = [agent.served for agent in self.agents]
+        served = [agent.dials.served for agent in self.agents]
         began = trio.current_time()
         async with await self._connect(name) as stream:
-            agent = next(a for a, before in zip(self.agents, served, strict=True) if a.served > before)
+            agent = next(a for a, before in zip(self.agents, served, strict=True) if a.dials.served > before)
             await stream.send_all(f"GET {path} HTTP/1.1\r\nHost: {self.target}\r\n\r\n".encode())
             answer = bytearray(await stream.receive_some())
             first_byte = trio.current_time() - began
@@ -121,7 +121,8 @@ async def _drain_one(demo: Demo) -> None:
         await started.wait()
         leaving = max(demo.agents, key=lambda agent: agent.life.open.value)
         print(f"\n--> a slow download runs through {leaving.config.name}; draining {leaving.config.name} now")
-        await leaving.drain("admin")
+        leaving.drain()
+        await leaving.draining.wait_acked()
         during = [await demo.get("/") for _ in range(10)]
         print(f"    ten new dials meanwhile went to: {', '.join(sorted({result.agent for result in during}))}")
         if any(result.agent == leaving.config.name for result in during):

@@ -14,6 +14,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+CUT = "drain_deadline"
+"""The code of streams that were ended because the time that leaving gives them was over."""
+
 
 class TunnelError(Exception):
     """The root of everything this package raises on purpose."""

@@ -19,11 +19,12 @@ from tunnel import logs
 from tunnel.address import ListenAddress, Target
 from tunnel.client import Client
 from tunnel.config import ClientConfig, Forward
-from tunnel.errors import NoServer, first_of
+from tunnel.errors import CUT, NoServer, first_of
 from tunnel.frontends import FrontEnds
-from tunnel.lifecycle import Lifecycle, live
+from tunnel.lifecycle import Lifecycle, Slices
 from tunnel.listen import BindError, accept, bind, bound_address
 from tunnel.relay import Switchboard
+from tunnel.signals import live
 from tunnel.stream import TunnelStream
 
 log = logs.get_logger(__name__)
@@ -38,22 +39,25 @@ class Forwarder:
         addresses: what is really listened on, in the order given.
     """
 
+    slices = Slices(final=0.0, cut=1.0, close=1.0)
+    lame_duck = 0.0
+
     def __init__(self, config: ClientConfig, forwards: Sequence[Forward]) -> None:
         self.client = Client(config)
         self.life = Lifecycle(self, config.timeouts.shutdown)
         self.addresses: list[ListenAddress] = []
         self._config = config
         self._forwards = forwards
+        self._board = Switchboard()
 
     def __repr__(self) -> str:
         return f"<Forwarder {self.life!r} {self.client!r}>"
 
     async def start(self, life: Lifecycle) -> None:
         """See ``lifecycle.Program``."""
-        board = Switchboard()
-        await life.background.start(board.run)
+        await life.background.start(self._board.run)
         await life.background.start(self.client.run)
-        front_ends = FrontEnds(self._dial, board, self._config.limits, self._config.timeouts)
+        front_ends = FrontEnds(self._dial, self._board, self._config.limits, self._config.timeouts)
         for forward in self._forwards:
             for listener in await bind(forward.listen):
                 self.addresses.append(bound_address(listener))
@@ -71,22 +75,35 @@ class Forwarder:
     async def _dial(self, target: Target, agent: str | None) -> TunnelStream:
         return await self.client.dial(target.host, target.port, agent=agent)
 
-    async def tell(self) -> None:
+    def announce(self) -> None:
         """See ``lifecycle.Program``. The server sees each connection end."""
+
+    async def soft(self) -> None:
+        """See ``lifecycle.Program``."""
 
     @property
     def unsent(self) -> bool:
         """See ``lifecycle.Program``."""
-        return self.client.link is not None and self.client.link.sending
+        return self.client.unsent
 
     async def settle(self) -> None:
         """See ``lifecycle.Program``."""
-        if self.client.link is not None:
-            await self.client.link.all_sent()
+        await self.client.settle()
 
-    async def close(self) -> None:
+    async def final(self) -> None:
         """See ``lifecycle.Program``."""
-        await self.client.leave()
+
+    async def cut(self, seconds: float) -> None:
+        """See ``lifecycle.Program``."""
+        await self._board.cut(CUT, "the forwarder is leaving, and the time is over", seconds)
+
+    async def close(self, seconds: float) -> None:
+        """See ``lifecycle.Program``."""
+        await self.client.leave(seconds)
+
+    def tally(self) -> dict[str, int]:
+        """See ``lifecycle.Program``."""
+        return {}
 
 
 def run(config: ClientConfig, forwards: Sequence[Forward]) -> int:

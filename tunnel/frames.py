@@ -166,8 +166,70 @@ class DrainAck(Packet):
     phase: str
 
 
+@dataclass(frozen=True, slots=True)
+class Undrain(Packet):
+    """The agent stays after all."""
+
+    type = 15
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class UndrainAck(Packet):
+    """Answer to UNDRAIN: dials may come again."""
+
+    type = 16
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainCmd(Packet):
+    """An operator wants the agent to ``drain`` or ``undrain`` (``action``) on all its servers.
+
+    ``instance``: the process that is meant; ``ms``: the time it gets, 0 for no end; ``leave``: 1 to exit when drained.
+    """
+
+    type = 17
+    instance: str
+    action: str
+    text: str
+    ms: int
+    leave: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainStatus(Packet):
+    """How far a drain is, as only the agent can see it. ``acked`` of ``servers`` have acknowledged."""
+
+    type = 18
+    state: str
+    open: int
+    pending: int
+    oldest_ms: int
+    acked: int
+    servers: int
+
+
+@dataclass(frozen=True, slots=True)
+class GoAway(Packet):
+    """The server is leaving: link elsewhere. ``phase``: ``soft``, or ``final`` when it serves nothing new any more."""
+
+    type = 19
+    phase: str
+    ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class GoAwayAck(Packet):
+    """Answer to GOAWAY."""
+
+    type = 20
+    phase: str
+
+
 _KINDS: tuple[type[Packet], ...] = (
-    Hello, Welcome, DialReq, DialRsp, Eof, Close, Credit, Ping, Pong, Drain, DrainAck,
+    Hello, Welcome, DialReq, DialRsp, Eof, Close, Credit, Ping, Pong, Drain, DrainAck, Undrain, UndrainAck, DrainCmd,
+    DrainStatus, GoAway, GoAwayAck,
 )  # fmt: skip
 _BY_TYPE = {kind.type: kind for kind in _KINDS}
 

@@ -45,7 +45,7 @@ from tunnel.transport import BROKEN, Buffer, Transport
 log = logs.get_logger(__name__)
 
 _TAKE = 512 * 1024  # bytes taken from the session at once: what control packets cannot overtake any more
-_GOODBYE = 1.0  # seconds that a last word may take
+_GOODBYE = 1.0  # seconds that a last word may take, unless its speaker says otherwise
 _MISSES = 3  # silent keepalive intervals that end a link
 
 
@@ -73,6 +73,7 @@ class Link:
     Attributes:
         open_streams: how many streams are open or being dialled; wait for 0 to see the link idle.
         since: when it was linked, on trio's clock.
+        going: the peer said that it is leaving; whoever owns the link sets it.
         why: why it ended, from the moment that is certain.
         ended: set when nothing of it is left.
     """
@@ -94,6 +95,7 @@ class Link:
         self.ended = trio.Event()
         self.why: TunnelError | None = None
         self.since = 0.0
+        self.going = False
         self._transport = transport
         self._handshake = handshake
         self._limits = limits
@@ -122,6 +124,7 @@ class Link:
         self._unsent: Sequence[Buffer] = ()
         self._heard = False
         self._farewell: TunnelError | None = None  # why this side said goodbye, if it did
+        self._patience = 0.0  # until when it waits for that to arrive
         self._waiting: dict[Callable[[], None], None] = {}
 
     def __repr__(self) -> str:
@@ -159,7 +162,7 @@ class Link:
                     task_status.started(self)
                     await self._keep_alive()
         finally:
-            with trio.move_on_after(2 * _GOODBYE, shield=True):
+            with trio.move_on_after(2 * _GOODBYE, shield=True):  # it bounds itself to less
                 await self._bury()
         if not self._linked.is_set() and self.why:
             raise self.why
@@ -190,8 +193,8 @@ class Link:
         self.session.end(LinkLost.code, str(self.why))
         self._on_turn()
         self._room()
-        with trio.move_on_after(_GOODBYE):
-            if self._farewell:
+        if self._farewell:
+            with trio.CancelScope(deadline=self._patience):
                 await self._transport.linger()
         await self._transport.aclose()
         self.ended.set()
@@ -207,13 +210,17 @@ class Link:
         """End the link now, without a word: its peer is not there any more."""
         self._end(LinkStopped(text))
 
-    async def close(self, code: str, text: str, why: TunnelError | None = None) -> None:
-        """Say goodbye and end the link, within two seconds. Its streams are reset. Cancelling it changes nothing."""
+    async def close(self, code: str, text: str, why: TunnelError | None = None, *, seconds: float = _GOODBYE) -> None:
+        """Say goodbye and end the link, within so many seconds. Its streams are reset. Cancelling it changes nothing.
+
+        ``why`` is what ``why`` says then, if not that this side wanted it.
+        """
         if self.why is None and self._farewell is None:
             self._farewell = why or LinkStopped(text)
+            self._patience = trio.current_time() + seconds
             self.session.send_control(Close(0, code, text))
             self.flush()
-            with trio.move_on_after(_GOODBYE, shield=True):
+            with trio.CancelScope(deadline=self._patience, shield=True):
                 await self._idle.wait()
             self._end(self._farewell)
 

@@ -20,10 +20,14 @@ This file must not know who asked for the connection, or where it leads.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import math
 import select
 import selectors
 import socket
 import struct
+import sys
+import termios
 from typing import Protocol
 
 import trio
@@ -38,6 +42,8 @@ _LEAST, _MOST = 8 * 1024, 256 * 1024  # bytes read at once: doubles while reads 
 _ROUND = 256  # sockets handled between two flushes
 _RST_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER on, for zero seconds
 _CHUNK = 64 * 1024
+_TICK = 0.02  # seconds between two looks at what is being cut
+_SO_NWRITE = 0x1024  # macOS's number, which Python does not name
 
 READ, WRITE, HUNG_UP = 1, 4, 8 | 16  # as epoll numbers them
 
@@ -106,17 +112,28 @@ def close_with_reset(sock: socket.socket) -> None:
     sock.close()
 
 
+def _unsent(sock: socket.socket) -> int:
+    """Bytes that the kernel took and the other side has not acknowledged; 0 where it does not say."""
+    try:
+        if sys.platform == "darwin":
+            return sock.getsockopt(socket.SOL_SOCKET, _SO_NWRITE)
+        return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    except OSError:
+        return 0
+
+
 class _Joint:
     """One local socket and one stream; the stream's sink.
 
     OPEN --read EOF--> stream EOF sent ----+--> both: DONE, socket closed
       +----stream EOF--> socket shut down -+
       +----reset of either--> the other reset: DONE with an error
+      +----cut--> stream reset, CUTTING --the kernel delivered what it took--> socket reset: DONE with an error
     """
 
     __slots__ = (
-        "board", "core", "early", "eof_due", "error", "fd", "finished", "mask", "most", "outlet", "pending",
-        "read_done", "reading", "size", "sock", "task",
+        "board", "core", "cutting", "early", "eof_due", "error", "fd", "finished", "mask", "most", "moved", "outlet",
+        "pending", "read_done", "reading", "size", "sock", "task",
     )  # fmt: skip
 
     def __init__(self, board: Switchboard, sock: socket.socket, stream: TunnelStream, early: bytes) -> None:
@@ -134,6 +151,8 @@ class _Joint:
         self.read_done = False
         self.eof_due = False
         self.finished = False
+        self.cutting = False
+        self.moved = (-1, -1)  # bytes sent and received when they were looked at last
         self.error: StreamReset | None = None
         self.task: trio.lowlevel.Task | None = None
 
@@ -278,7 +297,8 @@ class _Joint:
 
     def on_reset(self, code: str, text: str) -> None:
         """The stream was reset by the other side, or its link is gone."""
-        self.finish(StreamReset(code, text))
+        if not self.cutting:
+            self.finish(StreamReset(code, text))
 
     def hung_up(self) -> None:
         """The poller says so although nothing was to be read."""
@@ -298,6 +318,25 @@ class _Joint:
         self.core.reset(code, text)
         self.board.touched.add(self.outlet)
         self.finish(StreamReset(code, text))
+
+    def cut(self, code: str, text: str) -> None:
+        """Reset the stream now, and the socket once what it took is delivered."""
+        if not self.finished:
+            self.cutting = True
+            self.core.reset(code, text)
+            self.board.touched.add(self.outlet)
+            self.watch(reading=False)
+
+    @property
+    def delivered(self) -> bool:
+        """Whether nothing of what came through the stream is left on this side."""
+        return self.finished or (self.pending is None and not _unsent(self.sock))
+
+    @property
+    def stalled(self) -> bool:
+        """Whether one direction has ended, and nothing moved in the other since this was asked last."""
+        moved, self.moved = self.moved, (self.core.sent, self.core.received)
+        return (self.read_done or self.eof_due) and moved == self.moved
 
     def finish(self, error: StreamReset | None = None) -> None:
         """Close the socket and wake the owner."""
@@ -355,6 +394,9 @@ class Switchboard:
             except Exception:  # a fault of ours: it ends this connection, not all of them
                 log.exception("fault in a connection", stream=joint.core)
                 joint.give_up("protocol", "internal fault")
+        self._flush()
+
+    def _flush(self) -> None:
         touched = self.touched
         while touched:
             touched.pop().flush()
@@ -389,6 +431,37 @@ class Switchboard:
             await trio.lowlevel.wait_task_rescheduled(joint.abort)
         if joint.error is not None:
             raise joint.error
+
+    async def cut(self, code: str, text: str, seconds: float) -> None:
+        """Reset every stream, spread over half the time, and each socket when what it took is delivered.
+
+        Resets, not ends: nobody shall take half of something for the whole. If cancelled, the rest is reset at once.
+        """
+        left, cutting = list(self._joints.values()), list[_Joint]()
+        batch = math.ceil(len(left) * 2 * _TICK / seconds) if seconds else len(left)
+        try:
+            while left or cutting:
+                for joint in left[:batch]:
+                    joint.cut(code, text)
+                cutting += left[:batch]
+                del left[:batch]
+                self._flush()
+                for joint in cutting:
+                    if joint.delivered:
+                        joint.finish(StreamReset(code, text))
+                cutting = [joint for joint in cutting if not joint.finished]
+                await trio.sleep(_TICK)
+        finally:
+            for joint in (*left, *cutting):
+                joint.give_up(code, text)
+            self._flush()
+
+    def reap(self) -> None:
+        """Reset the streams that are half-closed, and on which nothing moved since the last call."""
+        for joint in list(self._joints.values()):
+            if joint.stalled:
+                joint.give_up("idle", "half-closed, and nothing moved while others were waited for")
+        self._flush()
 
 
 async def pump(local: trio.abc.HalfCloseableStream, stream: TunnelStream, early: bytes = b"") -> None:

@@ -1,7 +1,11 @@
 """The server: owns the listeners, the links and the front-ends, and starts and ends them in order.
 
+    STARTING --> READY --leave()--> LAME_DUCK --> DRAINING --> CUT --> CLOSING --> EXIT        (see ``lifecycle.py``)
+
 Rules that hold here:
 
+- A server that is leaving says GOAWAY(soft) to agents and clients, spread over a quarter of the lame duck: they link
+  elsewhere, and keep what they have here. After GOAWAY(final) nothing new is served.
 - Front-end listeners are in ``accepting``, their connections are ``connections``, and the link listener, the links and
   the switchboard are in ``background``: streams can finish while nothing new comes in.
 - Every address that was really bound is said, in the log and in ``addresses``.
@@ -13,6 +17,7 @@ This file must not know the command line, or agents' insides.
 from __future__ import annotations
 
 import socket
+from functools import partial
 
 import trio
 
@@ -22,6 +27,7 @@ from tunnel.backends import Backend, Backends
 from tunnel.bridge import Bridge
 from tunnel.config import ServerConfig
 from tunnel.errors import (
+    CUT,
     ConfigError,
     HandshakeRefused,
     LinkClosed,
@@ -29,17 +35,22 @@ from tunnel.errors import (
     RemoteProtocolError,
     first_of,
 )
-from tunnel.frames import DialReq
+from tunnel.frames import DialReq, GoAway, GoAwayAck, Packet
 from tunnel.frontends import ClientLinks, FrontEnds
 from tunnel.handshake import AcceptingHandshake, Identity, welcome
-from tunnel.lifecycle import Lifecycle, Phase, live
+from tunnel.lifecycle import Lifecycle, Phase, Slices
 from tunnel.link import Link
 from tunnel.listen import BindError, Handler, accept, bind, bound_address
+from tunnel.readiness import Readiness
 from tunnel.relay import Switchboard
+from tunnel.signals import live
 from tunnel.stream import TunnelStream
 from tunnel.transport import SocketTransport
 
 log = logs.get_logger(__name__)
+
+_FINAL_ACK = 1.0  # seconds that links have for acknowledging GOAWAY(final)
+_REAP = 60.0  # seconds without a byte after which a half-closed stream does not hold up leaving
 
 
 class Server:
@@ -52,10 +63,13 @@ class Server:
         addresses: what is really listened on, by use: ``links``, ``connect``, ``forward``; in the order configured.
     """
 
+    slices = Slices(final=_FINAL_ACK, cut=3.0, close=1.0)
+
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.identity = Identity("server", "server", body_limit=config.limits.body)
-        self.backends = Backends(config.strategies)
+        self.backends = Backends(config.strategies, fallback=config.drain_fallback)
+        self.lame_duck = config.lame_duck
         self.server_count = config.server_count
         self.life = Lifecycle(self, config.timeouts.shutdown)
         self.addresses: dict[str, list[ListenAddress]] = {"links": [], "connect": [], "forward": []}
@@ -63,6 +77,8 @@ class Server:
         self._bridge = Bridge()
         self._clients = ClientLinks(self.backends, self._bridge, config.dial_timeout)
         self._links: dict[Link, AcceptingHandshake] = {}
+        self._told: set[Link] = set()  # those that were told GOAWAY(soft)
+        self._unacked: dict[Link, trio.Event] = {}  # those that owe an ack of GOAWAY(final)
 
     def __repr__(self) -> str:
         return f"<Server {self.life!r} {self.backends!r} links={len(self._links)}>"
@@ -107,8 +123,34 @@ class Server:
             log.info("listening", use=use, address=bound_address(listener), **facts)
         return listeners
 
-    async def tell(self) -> None:
-        """See ``lifecycle.Program``. Links stay as they are until the last stream has ended."""
+    def announce(self) -> None:
+        """See ``lifecycle.Program``."""
+        self.life.background.start_soon(self._say_go_away, self.lame_duck / 4)
+        self.life.background.start_soon(self._reap)
+
+    async def _say_go_away(self, seconds: float) -> None:
+        links = [link for link in self._links if link.peer is not None]
+        for link in links:
+            self._tell_go_away(link)
+            await trio.sleep(seconds / len(links))
+
+    def _tell_go_away(self, link: Link) -> None:
+        if link not in self._told and link in self._links:
+            self._told.add(link)
+            link.session.send_control(GoAway("soft", int(self.life.remaining * 1000)))
+            link.flush()
+
+    async def _reap(self) -> None:
+        while True:
+            self._board.reap()
+            self._bridge.reap()
+            await trio.sleep(_REAP)
+
+    async def soft(self) -> None:
+        """See ``lifecycle.Program``. Links are told from ``announce`` on, and need not answer."""
+        for link in list(self._links):
+            if link.peer is not None:
+                self._tell_go_away(link)
 
     @property
     def unsent(self) -> bool:
@@ -120,11 +162,67 @@ class Server:
         while blocked := next((link for link in self._links if link.sending), None):
             await blocked.all_sent()
 
-    async def close(self) -> None:
+    async def final(self) -> None:
+        """See ``lifecycle.Program``."""
+        self._unacked = {link: trio.Event() for link in self._links if link.peer is not None}
+        for link in self._unacked:
+            link.session.send_control(GoAway("final", int(self.life.remaining * 1000)))
+            link.flush()
+        with trio.move_on_after(_FINAL_ACK):
+            while self._unacked:
+                await next(iter(self._unacked.values())).wait()
+
+    async def cut(self, seconds: float) -> None:
+        """See ``lifecycle.Program``."""
+        text = "the server is leaving, and the time is over"
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._board.cut, CUT, text, seconds)
+            nursery.start_soon(self._bridge.cut, CUT, text, seconds)
+
+    async def close(self, seconds: float) -> None:
         """See ``lifecycle.Program``."""
         async with trio.open_nursery() as nursery:
             for link in self._links:
-                nursery.start_soon(link.close, "leaving", "the server is leaving")
+                nursery.start_soon(partial(link.close, "leaving", "the server is leaving", seconds=seconds))
+
+    def tally(self) -> dict[str, int]:
+        """See ``lifecycle.Program``."""
+        return {"redispatched": self.backends.redispatched.total(), "fallback": self.backends.fallbacks}
+
+    # -- what operators ask and want
+
+    @property
+    def readiness(self) -> Readiness:
+        """Whether new work should be sent here."""
+        readiness = Readiness.of(
+            starting=self.life.phase.value is Phase.STARTING,
+            draining=self.life.leaving,
+            no_agent=not self.backends.serving,
+        )
+        if readiness.ready and not self.backends.active:
+            return Readiness(True, ("fallback_only",))
+        return readiness
+
+    def drain_agent(self, name: str, text: str, seconds: float = 0.0, *, leave: bool = False) -> list[Backend]:
+        """Have all agents of a name drain, on all their servers; the backends that were told, with their ``status``.
+
+        ``text`` says why, for their logs; ``seconds`` is the time they get, 0 for no end. With ``leave`` they exit
+        then, or when they are drained.
+        """
+        return self._command(name, "drain", text, seconds, leave=leave)
+
+    def undrain_agent(self, name: str, text: str) -> list[Backend]:
+        """Have all agents of a name stay after all; the backends that were told."""
+        return self._command(name, "undrain", text)
+
+    def _command(
+        self, name: str, action: str, text: str, seconds: float = 0.0, *, leave: bool = False
+    ) -> list[Backend]:
+        backends = self.backends.named(name)
+        log.info("command", action=action, agent=name, text=text, backends=len(backends))
+        for backend in backends:
+            backend.command(action, text, seconds, leave=leave)
+        return backends
 
     # -- links
 
@@ -149,6 +247,8 @@ class Server:
 
     def _admit(self, peer: Identity) -> None:
         """Whether this peer may link; before anything about it is kept."""
+        if self.life.leaving:
+            raise HandshakeRefused("leaving", "the server is leaving")
         if self.identity.instance in peer.linked or self._crossed(peer):
             raise HandshakeRefused("duplicate", self.identity.instance)
 
@@ -179,9 +279,9 @@ class Server:
             limits=self.config.limits,
             timeouts=self.config.timeouts,
             on_dial=self._dialled,
-            on_control=backend.on_control,
+            on_control=lambda packet: self._control(backend, packet),
             on_linked=lambda: self._linked(backend),
-            on_end=backend.on_end,
+            on_end=lambda: self._ended(backend),
             on_turn=self._bridge.flush,
         )
         self._links[link] = handshake
@@ -189,6 +289,7 @@ class Server:
             await link.run()
         finally:
             del self._links[link]
+            self._told.discard(link)
 
     def _linked(self, backend: Backend) -> None:
         """Who linked is known. A client's link serves no dials, and so never becomes a backend."""
@@ -198,10 +299,25 @@ class Server:
         else:
             backend.on_linked()
 
+    def _control(self, backend: Backend, packet: Packet) -> None:
+        if not isinstance(packet, GoAwayAck):
+            backend.on_control(packet)
+        elif packet.phase == "final":
+            self._acked(backend.link)
+
+    def _acked(self, link: Link) -> None:
+        acked = self._unacked.pop(link, None)
+        if acked is not None:
+            acked.set()
+
+    def _ended(self, backend: Backend) -> None:
+        backend.on_end()
+        self._acked(backend.link)
+
     def _dialled(self, stream: TunnelStream, request: DialReq) -> None:
-        """A client asks for a stream. One that is leaving takes nothing new, as its front-ends do not."""
-        leaving = self.life.phase.value is Phase.LEAVING
-        if leaving or not self.life.spawn(self._clients.serve, stream, request):
+        """A client asks for a stream. After the lame duck nothing new is taken, as by the other front-ends."""
+        late = self.life.phase.value is Phase.DRAINING
+        if late or not self.life.spawn(self._clients.serve, stream, request):
             stream.refuse(RefusedDraining("the server is leaving"))
 
 

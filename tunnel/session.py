@@ -103,12 +103,13 @@ class Stream:
         credit: bytes that may be sent now.
         window: bytes the peer may have on their way.
         grown: how much of ``window`` came after the first.
+        sent, received: bytes of payload so far.
         onward: set on a stream that only leads on to another link.
     """
 
     __slots__ = (
         "_answer", "_frames", "_held", "_sink", "_unreturned", "_window_left", "credit", "grown", "id", "onward",
-        "session", "state", "why", "window",
+        "received", "sent", "session", "state", "why", "window",
     )  # fmt: skip
 
     def __init__(self, session: Session, number: int, credit: int, window: int) -> None:
@@ -119,6 +120,7 @@ class Stream:
         self.why: tuple[str, str] | None = None  # of the reset, if there was one
         self.window = window
         self.grown = 0
+        self.sent = self.received = 0
         self.onward: Onward | None = None
         self._window_left = window
         self._unreturned = 0
@@ -175,6 +177,7 @@ class Stream:
         if self.state not in _MAY_SEND or not 0 < size <= self.credit or size > self.session.most_data:
             raise LocalProtocolError(f"cannot send {size} bytes on {self!r}")
         self.credit -= size
+        self.sent += size
         header = data_header(self.id, size)
         self._queue((header + data,) if size < _JOIN_BELOW else (header, data), size + DATA_OVERHEAD)
 
@@ -278,6 +281,7 @@ class Stream:
         if size > self._window_left:
             raise RemoteProtocolError(f"DATA of {size} bytes for stream {self.id}, with credit for {self._window_left}")
         self._window_left -= size
+        self.received += size
         if self.session.probed is self:
             self.session.probed_left -= size
         if self._sink is not None:

@@ -14,6 +14,7 @@ Rules that hold here:
 - A link that ends is restored while the address that led there is in the name, or fewer servers are linked than there
   are; one whose server is gone from both is not. Links that are up are never given up.
 - While DRAINING lost links are restored, still draining, and no more are made than there were.
+- A server that said GOAWAY counts as gone: another one is linked to first, and the old link stays while it lasts.
 - Everything waits for events: a link that ended, an attempt that is over, a count that changed.
 
 This file must not know streams, targets, or what a link is used for.
@@ -49,6 +50,8 @@ _RESOLVE_AGAIN = 30.0  # seconds after which a name is looked at again although 
 _DUPLICATE_FIRST, _DUPLICATE_GROWTH = 0.02, 1.1  # seconds; some 20 tries in the first half second
 
 
+OnFailure = Callable[[TunnelError, bool], None]
+"""Told of each failed attempt, and whether every server has failed by now."""
 MakeLink = Callable[[socket.socket, Callable[[], None], Callable[[], None]], Link]
 """A link on a connected socket, with its ``on_linked`` and ``on_end``."""
 
@@ -96,6 +99,7 @@ class _Door:
         busy: addresses with an attempt in progress, its back-off included.
         lost: addresses whose link was lost since.
         missing: how many links were lost and not replaced since.
+        failed: whether an attempt has failed.
         changed: set when there may be something to do.
         link_lost: set when a link was lost; ends every back-off, since what it waited for may be another now.
     """
@@ -108,6 +112,7 @@ class _Door:
         self.busy: set[Address] = set()
         self.lost: set[Address] = set()
         self.missing = 0
+        self.failed = False
         self.changed = trio.Event()
         self.link_lost = trio.Event()
         self._timeouts = timeouts
@@ -145,9 +150,11 @@ class SyncLoop:
     Args:
         servers: where they are found.
         make_link: a link on a connected socket; it is run by the loop.
+        on_failure: told of failed attempts.
 
     Attributes:
         links: the links that are up, by server id.
+        ever_linked: whether there has been one.
         state: see the head of this file.
     """
 
@@ -157,12 +164,15 @@ class SyncLoop:
         connector: Connector,
         timeouts: Timeouts,
         make_link: MakeLink,
+        on_failure: OnFailure = lambda error, all_failed: None,
     ) -> None:
         self.links: dict[str, Link] = {}
+        self.ever_linked = False
         self.state = SyncState.RUNNING
         self._connector = connector
         self._timeouts = timeouts
         self._make_link = make_link
+        self._on_failure = on_failure
         self._doors = [_Door(server, timeouts) for server in servers]
         self._at_most: int | None = None
 
@@ -206,6 +216,19 @@ class SyncLoop:
                 door.count = count
                 door.changed.set()
 
+    def going(self, link: Link) -> None:
+        """The server of a link is leaving: link elsewhere, and keep this one."""
+        if not link.going:
+            link.going = True
+            log.info("server leaving", server_id=_server_id(link), links=len(self.links))
+            for door in self._doors:
+                door.changed.set()
+
+    def _stays(self, server: str | None) -> bool:
+        """Whether there is a link to a server, and it is not leaving."""
+        link = self.links.get(server or "")
+        return link is not None and not link.going
+
     # -- one door
 
     async def _keep(self, door: _Door, background: trio.Nursery) -> None:
@@ -229,8 +252,8 @@ class SyncLoop:
         """Whether a link through an address is wanted now."""
         if self._at_most is not None and len(self.links) >= self._at_most:
             return False
-        linked = sum(server in self.links for server in door.servers)
-        return door.leads_to.get(address) not in self.links or linked < door.count
+        linked = sum(map(self._stays, door.servers))
+        return not self._stays(door.leads_to.get(address)) or linked < door.count
 
     async def _attempt(self, door: _Door, address: Address, background: trio.Nursery) -> None:
         """One try, with the wait that is due before it if a link was lost, or after it if it failed."""
@@ -246,6 +269,8 @@ class SyncLoop:
             if error.code == "duplicate":
                 self._leads_to(door, address, error.text)
                 await door.pause(door.duplicates(address).next())
+            elif error.code == "leaving":  # it will be another server's soon
+                await door.pause(door.backoff(address).next())
             else:
                 await self._failed(door, door.backoff(address), error)
         except (DialError, LinkClosed, RemoteProtocolError) as error:
@@ -256,6 +281,8 @@ class SyncLoop:
 
     async def _failed(self, door: _Door, backoff: Backoff, error: TunnelError) -> None:
         delay = backoff.next()
+        door.failed = True
+        self._on_failure(error, all(each.failed for each in self._doors))
         log.warning("link failed", server=door.name, attempt=backoff.attempt, delay=f"{delay:.2f}s", cause=error)
         await door.pause(delay)
 
@@ -282,6 +309,7 @@ class SyncLoop:
         door.duplicates(address).reset()
         door.missing = max(0, door.missing - 1)
         self.links[server] = link
+        self.ever_linked = True
         log.info("linked", server=door.name, server_id=server, links=len(self.links))
         self.told_count(link)
 
@@ -295,7 +323,8 @@ class SyncLoop:
         if trio.current_time() - link.since >= self._timeouts.stable:
             door.backoff(address).reset()
         if not isinstance(link.why, LinkStopped) and self.state is not SyncState.STOPPED:
-            log.warning("link lost", server=door.name, server_id=_server_id(link), cause=link.why)
+            say = log.info if link.going else log.warning
+            say("link lost", server=door.name, server_id=_server_id(link), cause=link.why)
         for each in self._doors:
             each.note_loss(_server_id(link))
 

@@ -1,0 +1,141 @@
+"""What an agent does with a dial: connect the target, or find the service, answer once, and carry the stream.
+
+    PENDING --connected, or a service--> answered ok --> carried until both directions have ended
+       +--any DialError--> refused with it        +--given up by the peer--> what was opened is closed at once
+
+Rules that hold here:
+
+- A dial ends in exactly one answer, within the time that came with it.
+- An agent with services of its own connects nowhere.
+
+This file must not know links, drains, or who asks.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+
+import trio
+
+from tunnel import logs
+from tunnel.address import Target
+from tunnel.connect import Connector
+from tunnel.errors import (
+    CUT,
+    AddressError,
+    DialError,
+    DialProtocolError,
+    DialTimeout,
+    Refused,
+    StreamReset,
+    first_of,
+)
+from tunnel.frames import DialReq
+from tunnel.relay import Switchboard
+from tunnel.session import State
+from tunnel.stream import Dialling, TunnelStream
+
+log = logs.get_logger(__name__)
+
+Service = Callable[[trio.abc.HalfCloseableStream], Awaitable[None]]
+"""Serves one connection, as a handler of ``trio.serve_tcp`` does."""
+Carry = Callable[[], Awaitable[None]]
+
+
+class Dials:
+    """All dials of an agent.
+
+    Args:
+        board: moves the bytes of connected targets.
+        services: what serves a target in this process; see ``Agent``.
+
+    Attributes:
+        pending: how many are not answered yet.
+        served: how many were answered with a stream.
+    """
+
+    def __init__(self, board: Switchboard, services: Mapping[Target, Service] | None = None) -> None:
+        self.pending = 0
+        self.served = 0
+        self._board = board
+        self._services = services
+        self._connector = Connector()
+
+    async def serve(self, stream: TunnelStream, request: DialReq) -> None:
+        """One stream, from its DIAL_REQ to the end of both directions."""
+        self.pending += 1
+        try:
+            carry = await self._open(stream, request)
+        except AddressError as error:
+            _refuse(stream, request, DialProtocolError(str(error)))
+            return
+        except DialError as error:
+            _refuse(stream, request, error)
+            return
+        finally:
+            self.pending -= 1
+        if carry is not None:
+            self.served += 1
+            await carry()
+
+    async def _open(self, stream: TunnelStream, request: DialReq) -> Carry | None:
+        """Accept the stream, and say how to carry it; None if it was given up."""
+        target = Target(request.host, request.port)
+        if self._services is None:
+            return await self._connect(stream, target, request.ms / 1000)
+        service = self._services.get(target)
+        if service is None:
+            raise Refused(f"{target}: this agent has no such service")
+        stream.core.accept()
+        stream.outlet.flush()
+        return partial(_serve_here, service, stream, target)
+
+    async def _connect(self, stream: TunnelStream, target: Target, seconds: float) -> Carry | None:
+        with trio.move_on_after(seconds) as scope:
+            stream.core.attach(Dialling(scope))
+            sock = await self._connector.connect(target.host, target.port)
+        if stream.core.state is not State.DIALLING:  # given up meanwhile
+            if not scope.cancelled_caught:
+                sock.close()
+            return None
+        if scope.cancelled_caught:
+            raise DialTimeout(f"{target.host} port {target.port}: no answer within {seconds:g} s")
+        stream.core.accept()
+        return partial(self._join, sock, stream, target)
+
+    async def _join(self, sock: socket.socket, stream: TunnelStream, target: Target) -> None:
+        try:
+            await self._board.join(sock, stream)
+        except StreamReset as error:
+            _log_reset(stream, target, error)
+
+
+async def _serve_here(service: Service, stream: TunnelStream, target: Target) -> None:
+    """Have a service of this process talk on the stream."""
+    try:
+        await _talk(service, stream, target)
+        await stream.aclose()
+    except BaseException:
+        stream.reset("reset", "the service failed")
+        raise
+
+
+async def _talk(service: Service, stream: TunnelStream, target: Target) -> None:
+    try:
+        await service(stream)
+    except* trio.BrokenResourceError as group:
+        cause = first_of(group).__cause__
+        _log_reset(stream, target, cause if isinstance(cause, StreamReset) else StreamReset("reset", str(group)))
+
+
+def _log_reset(stream: TunnelStream, target: Target, error: StreamReset) -> None:
+    say = log.info if error.code == CUT else log.debug
+    say("stream reset", target=target, stream=stream.core.id, code=error.code, cause=error.text)
+
+
+def _refuse(stream: TunnelStream, request: DialReq, error: DialError) -> None:
+    if stream.core.state is State.DIALLING:  # still wanted
+        log.info("dial failed", target=f"{request.host}:{request.port}", code=error.code, cause=error.text)
+        stream.refuse(error)

@@ -1,0 +1,75 @@
+"""What signals mean to a running program.
+
+SIGTERM and SIGINT alike begin to leave; another one, at least half a second later, cuts at once; a third ends the
+process. SIGUSR1 and SIGUSR2 are the operator's drain and undrain, where the program has them.
+
+Rules that hold here:
+
+- One receiver, from before the start until the exit. What came before it was there counts as well.
+- Repeats within half a second are one: Ctrl-C reaches a whole group, and some send both.
+
+This file must not know links, streams, or which program it is.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import NoReturn
+
+import trio
+
+from tunnel import early, logs
+from tunnel.lifecycle import Lifecycle
+
+log = logs.get_logger(__name__)
+
+_SAME_PRESS = 0.5  # seconds within which signals count as one
+
+Command = Callable[[], object]
+
+
+class _Presses:
+    """Counts the signals that mean: leave."""
+
+    def __init__(self, life: Lifecycle) -> None:
+        self._steps = [life.leave, life.cut]
+        self._last = -_SAME_PRESS
+
+    def press(self, number: int) -> None:
+        now = trio.current_time()
+        if now - self._last < _SAME_PRESS:
+            return
+        self._last = now
+        if not self._steps:
+            os._exit(128 + number)
+        self._steps.pop(0)()
+
+
+async def _obey(
+    life: Lifecycle, drain: Command | None, undrain: Command | None, *, task_status: trio.TaskStatus[None]
+) -> NoReturn:
+    commands = {signal.SIGUSR1: drain, signal.SIGUSR2: undrain}
+    presses = _Presses(life)
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, *commands) as signals:
+        for number in early.taken():
+            presses.press(number)
+        task_status.started()
+        async for number in signals:
+            if number not in commands:
+                presses.press(number)
+            elif command := commands[signal.Signals(number)]:
+                command()
+            else:
+                log.warning("signal without meaning here", signal=signal.Signals(number).name)
+    raise AssertionError("a signal receiver does not end")
+
+
+async def live(life: Lifecycle, drain: Command | None = None, undrain: Command | None = None) -> int:
+    """Run a whole program under signals; the exit code."""
+    async with trio.open_nursery() as nursery:
+        await nursery.start(_obey, life, drain, undrain)
+        code = await life.run()
+        nursery.cancel_scope.cancel()
+    return code
