@@ -27,11 +27,17 @@ from tunnel.frames import (
     DialRsp,
     Drain,
     DrainAck,
+    DrainCmd,
+    DrainStatus,
     Eof,
+    GoAway,
+    GoAwayAck,
     Hello,
     Packet,
     Ping,
     Pong,
+    Undrain,
+    UndrainAck,
     Welcome,
     data_header,
 )
@@ -50,6 +56,12 @@ EXAMPLES: tuple[Packet, ...] = (
     Pong(0, 7),
     Drain(1, "soft", "signal", 25000, 3),
     DrainAck(1, "soft"),
+    Undrain(2),
+    UndrainAck(2),
+    DrainCmd("00112233445566778899aabbccddeeff", "drain", "disk full", 60000, 1),
+    DrainStatus("draining", 12, 1, 90000, 2, 3),
+    GoAway("soft", 25000),
+    GoAwayAck("soft"),
 )
 _ids = [type(packet).__name__ for packet in EXAMPLES]
 
@@ -72,9 +84,15 @@ _packets: st.SearchStrategy[Packet] = st.one_of(
     st.builds(Pong, _u32, _u32),
     st.builds(Drain, _u32, st.text(), st.text(), _u32, _u32),
     st.builds(DrainAck, _u32, st.text()),
+    st.builds(Undrain, _u32),
+    st.builds(UndrainAck, _u32),
+    st.builds(DrainCmd, st.text(), st.text(), st.text(), _u32, _u32),
+    st.builds(DrainStatus, st.text(), _u32, _u32, _u32, _u32, _u32),
+    st.builds(GoAway, st.text(), _u32),
+    st.builds(GoAwayAck, st.text()),
 )
 _payloads = st.binary(min_size=1, max_size=80)
-_unknown_types = st.integers(20, MAX_U32)
+_unknown_types = st.integers(21, MAX_U32)
 _frames = st.one_of(
     _packets.map(lambda packet: packet.encode()),
     st.builds(lambda stream, payload: data_header(stream, len(payload)) + payload, _u32, _payloads),
@@ -288,7 +306,7 @@ def test_fields_of_data_beyond_the_known_ones_are_ignored() -> None:
     assert Reader().read(_frame(msgpack.packb([DATA, 1, b"x", "later"]))) == [(1, b"x")]
 
 
-@pytest.mark.parametrize("kind", [0, 2, 3, 15, 19, 20, 128, MAX_U32])
+@pytest.mark.parametrize("kind", [0, 2, 3, 21, 128, MAX_U32])
 def test_a_packet_of_unknown_type_is_counted_and_ignored(kind: int) -> None:
     reader = Reader()
     assert reader.read(_frame(msgpack.packb([kind, "whatever", {}])), Ping(0, 1).encode()) == [Ping(0, 1)]

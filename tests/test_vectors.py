@@ -31,6 +31,12 @@ _NAMES = {
     "PONG": frames.Pong,
     "DRAIN": frames.Drain,
     "DRAIN_ACK": frames.DrainAck,
+    "UNDRAIN": frames.Undrain,
+    "UNDRAIN_ACK": frames.UndrainAck,
+    "DRAIN_CMD": frames.DrainCmd,
+    "DRAIN_STATUS": frames.DrainStatus,
+    "GOAWAY": frames.GoAway,
+    "GOAWAY_ACK": frames.GoAwayAck,
 }
 
 Vector = dict[str, Any]

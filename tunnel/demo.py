@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import trio
 
 from tunnel.address import ListenAddress, Target
-from tunnel.agent import Agent
+from tunnel.agent import Agent, AgentState
 from tunnel.config import AgentConfig, ServerConfig
 from tunnel.errors import TunnelError, first_of
 from tunnel.lifecycle import Phase
@@ -28,6 +28,7 @@ from tunnel.server import Server
 _HELLO = b"hello from a private network\n"
 _CHUNK = 64 * 1024
 _CHUNKS, _PAUSE = 24, 0.05  # the slow download: so many chunks with so many seconds between them
+_BETWEEN = 0.3  # seconds between two agents that are replaced
 
 
 class DemoFailed(TunnelError):
@@ -67,17 +68,25 @@ async def _target(stream: trio.SocketStream) -> None:
 class Demo:
     """The cast: who is on stage, and how to ask for something."""
 
-    def __init__(self, server: Server, agents: list[Agent], target: Target) -> None:
+    def __init__(self, server: Server, target: Target) -> None:
         self.server = server
-        self.agents = agents
+        self.agents: list[Agent] = []
         self.target = target
+
+    async def add(self, nursery: trio.Nursery, name: str) -> None:
+        """One more agent, linked."""
+        links = self.server.addresses["links"][0]
+        agent = Agent(AgentConfig((Target(links.host, links.port),), name))
+        await nursery.start(agent.run)
+        await agent.linked.wait()
+        self.agents.append(agent)
 
     async def get(self, path: str, name: str | None = None, started: trio.Event | None = None) -> Result:
         """GET a path of the target, through the agent called ``name`` if given; ``started``: at the first byte."""
-        served = [agent.dials.served for agent in self.agents]
+        served = {agent: agent.dials.served for agent in self.agents}
         began = trio.current_time()
         async with await self._connect(name) as stream:
-            agent = next(a for a, before in zip(self.agents, served, strict=True) if a.dials.served > before)
+            agent = next((agent for agent in self.agents if agent.dials.served > served.get(agent, 0)), None)
             await stream.send_all(f"GET {path} HTTP/1.1\r\nHost: {self.target}\r\n\r\n".encode())
             answer = bytearray(await stream.receive_some())
             first_byte = trio.current_time() - began
@@ -87,8 +96,8 @@ class Demo:
                 answer += data
         head, _, body = bytes(answer).partition(b"\r\n\r\n")
         if not head.startswith(b"HTTP/1.1 200 ") or len(body) != int(head.rpartition(b" ")[2]):
-            raise DemoFailed(f"GET {path} through {agent.config.name} was not answered whole")
-        return Result(agent.config.name, path, len(body), first_byte)
+            raise DemoFailed(f"GET {path} was not answered whole")
+        return Result(agent.config.name if agent else "?", path, len(body), first_byte)
 
     async def _connect(self, name: str | None) -> trio.SocketStream:
         door = self.server.addresses["connect"][0]
@@ -109,7 +118,7 @@ def _table(results: Iterable[Result]) -> None:
 
 
 async def _drain_one(demo: Demo) -> None:
-    """Drain the agent that a slow download runs on."""
+    """Drain the agent that a slow download runs on, and undo it."""
     slow: list[Result] = []
     started = trio.Event()
 
@@ -120,18 +129,65 @@ async def _drain_one(demo: Demo) -> None:
         nursery.start_soon(download)
         await started.wait()
         leaving = max(demo.agents, key=lambda agent: agent.life.open.value)
-        print(f"\n--> a slow download runs through {leaving.config.name}; draining {leaving.config.name} now")
+        name = leaving.config.name
+        print(f"\n--> a slow download runs through {name}; draining {name} now")
         leaving.drain()
         await leaving.draining.wait_acked()
-        during = [await demo.get("/") for _ in range(10)]
-        print(f"    ten new dials meanwhile went to: {', '.join(sorted({result.agent for result in during}))}")
-        if any(result.agent == leaving.config.name for result in during):
+        during = {result.agent for result in [await demo.get("/") for _ in range(10)]}
+        print(f"    ten new dials meanwhile went to: {', '.join(sorted(during))}")
+        if name in during:
             raise DemoFailed("a draining agent was chosen although another one was there")
+    await leaving.state.wait_value(AgentState.DRAINED)
     _table(slow)
-    print("    the download finished whole")
+    print(f"    the download finished whole, and {name} is drained")
+    leaving.undrain()
+    after = await demo.get("/", name)
+    print(f"    undrained: {after.agent} serves again")
 
 
-async def _play(demo: Demo) -> None:
+async def _fall_back(demo: Demo) -> None:
+    """Drain everybody: somebody has to serve all the same."""
+    for agent in demo.agents:
+        agent.drain()
+        await agent.draining.wait_acked()
+    result = await demo.get("/")
+    print(
+        f"\n--> all agents are draining, and none is left to prefer: {result.agent} still serves ({result.size} bytes)"
+    )
+    for agent in demo.agents:
+        agent.undrain()
+
+
+async def _replace(demo: Demo, nursery: trio.Nursery) -> None:
+    """Roll every agent, one by one, under requests that go on."""
+    answered = 0
+    rolling = trio.CancelScope()
+
+    async def ask() -> None:
+        nonlocal answered
+        while not rolling.cancel_called:
+            await demo.get("/")
+            answered += 1
+
+    async def roll() -> None:
+        for old in list(demo.agents):
+            await demo.add(nursery, f"{old.config.name}-2")
+            old.life.leave()
+            await old.life.phase.wait_value(Phase.EXIT)
+            demo.agents.remove(old)
+            await trio.sleep(_BETWEEN)
+        rolling.cancel()
+
+    names = " and ".join(agent.config.name for agent in demo.agents)
+    print(f"\n--> replacing {names} by new agents, as a rollout does, under steady requests")
+    async with trio.open_nursery() as requests:
+        requests.start_soon(roll)
+        for _ in range(4):
+            requests.start_soon(ask)
+    print(f"    {answered} requests were answered meanwhile, none failed")
+
+
+async def _play(demo: Demo, nursery: trio.Nursery) -> None:
     print(f"--> a server takes links on {demo.server.addresses['links'][0]}")
     print(f"    and HTTP CONNECT on {demo.server.addresses['connect'][0]}")
     names = " and ".join(agent.config.name for agent in demo.agents)
@@ -139,28 +195,27 @@ async def _play(demo: Demo) -> None:
     print("\n--> one request through each")
     _table([await demo.get("/", agent.config.name) for agent in demo.agents])
     await _drain_one(demo)
+    await _fall_back(demo)
+    await _replace(demo, nursery)
 
 
 async def _main() -> int:
     server = Server(ServerConfig(ListenAddress("127.0.0.1", 0), ListenAddress("127.0.0.1", 0)))
     async with trio.open_nursery() as nursery:
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-        target = Target("127.0.0.1", listener.socket.getsockname()[1])
         targets = trio.CancelScope()
         nursery.start_soon(_serve_targets, listener, targets)
         await nursery.start(server.run)
-        links = server.addresses["links"][0]
-        agents = [Agent(AgentConfig((Target(links.host, links.port),), name)) for name in ("blue", "green")]
-        for agent in agents:
-            await nursery.start(agent.run)
-            await agent.linked.wait()
-        await _play(Demo(server, agents, target))
-        lives = [*(agent.life for agent in agents), server.life]
+        demo = Demo(server, Target("127.0.0.1", listener.socket.getsockname()[1]))
+        for name in ("blue", "green"):
+            await demo.add(nursery, name)
+        await _play(demo, nursery)
+        lives = [*(agent.life for agent in demo.agents), server.life]
         for life in lives:
             life.leave()
             await life.phase.wait_value(Phase.EXIT)
         targets.cancel()
-    print("\n--> both agents and the server have shut down cleanly")
+    print("\n--> the agents and the server have shut down cleanly")
     return max(life.exit_code for life in lives)
 
 
