@@ -1,4 +1,4 @@
-"""What signals mean to a running program.
+"""What signals mean to a running program, and what its service manager hears of it.
 
 SIGTERM and SIGINT alike begin to leave; another one, at least half a second later, cuts at once; a third ends the
 process. SIGUSR1 and SIGUSR2 are the operator's drain and undrain, where the program has them.
@@ -21,7 +21,8 @@ from typing import NoReturn
 import trio
 
 from tunnel import early, logs
-from tunnel.lifecycle import Lifecycle
+from tunnel.lifecycle import Lifecycle, Phase
+from tunnel.notify import notify
 
 log = logs.get_logger(__name__)
 
@@ -66,10 +67,18 @@ async def _obey(
     raise AssertionError("a signal receiver does not end")
 
 
+async def _tell_manager(life: Lifecycle) -> None:
+    await life.phase.wait_value(Phase.READY)
+    notify("READY=1")
+    await life.phase.wait_value(lambda phase: phase is not Phase.READY)
+    notify("STOPPING=1")
+
+
 async def live(life: Lifecycle, drain: Command | None = None, undrain: Command | None = None) -> int:
     """Run a whole program under signals; the exit code."""
     async with trio.open_nursery() as nursery:
         await nursery.start(_obey, life, drain, undrain)
+        nursery.start_soon(_tell_manager, life)
         code = await life.run()
         nursery.cancel_scope.cancel()
     return code
