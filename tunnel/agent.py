@@ -44,9 +44,7 @@ from tunnel.frames import (
 from tunnel.handshake import DiallingHandshake, Identity, new_instance
 from tunnel.lifecycle import EXIT_NEVER_LINKED, Lifecycle, Slices
 from tunnel.link import Link
-from tunnel.readiness import Readiness
 from tunnel.relay import Switchboard
-from tunnel.signals import live
 from tunnel.stream import TunnelStream
 from tunnel.sync import SyncLoop
 from tunnel.transport import SocketTransport
@@ -97,7 +95,7 @@ class Agent:
         self.linked = trio.Event()
         self.state: AsyncValue[AgentState] = AsyncValue(AgentState.STARTING)
         self.late = self.refused = 0
-        self._instance = new_instance()
+        self.instance = new_instance()
         self._board = Switchboard()
         served_here = None if services is None else {Target.parse(at): talk for at, talk in services.items()}
         self.dials = Dials(self._board, served_here)
@@ -177,13 +175,9 @@ class Agent:
         return max(0.0, self._until - trio.current_time())
 
     @property
-    def readiness(self) -> Readiness:
-        """Whether dials should be sent here."""
-        return Readiness.of(
-            starting=self.state.value is AgentState.STARTING,
-            draining=self.draining.draining or self.life.leaving,
-            no_server=not self.sync.links,
-        )
+    def limited(self) -> bool:
+        """Whether a drain that is under way has an end."""
+        return self.life.leaving or math.isfinite(self._until)
 
     @property
     def status(self) -> DrainStatus:
@@ -278,7 +272,7 @@ class Agent:
 
     def _obey(self, link: Link, command: DrainCmd) -> None:
         """An operator said so at a server."""
-        if command.instance != self._instance:
+        if command.instance != self.instance:
             log.warning("command for another process", action=command.action, instance=command.instance)
             return
         log.info("command", action=command.action, text=command.text, server_id=link.peer and link.peer.instance)
@@ -294,7 +288,7 @@ class Agent:
         me = Identity(
             "agent",
             self.config.name,
-            self._instance,
+            self.instance,
             draining=said,
             body_limit=self.config.limits.body,
             claims=self.config.claims,
@@ -351,9 +345,3 @@ class Agent:
             stream.refuse(RefusedDraining("the agent has left"))
         else:
             self.late += self.draining.draining
-
-
-def run(config: AgentConfig) -> int:
-    """Run an agent as this process's program, under its signals; the exit code."""
-    agent = Agent(config)
-    return trio.run(live, agent.life, agent.drain, agent.undrain)

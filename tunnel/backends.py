@@ -35,6 +35,7 @@ from tunnel.handshake import Identity
 from tunnel.link import Link
 from tunnel.pools import BackendState, Bucket
 from tunnel.stream import TunnelStream
+from tunnel.tally import Histogram
 
 log = logs.get_logger(__name__)
 
@@ -203,6 +204,8 @@ class Backends:
     Attributes:
         fallbacks: dials that went to a draining backend because nothing else matched.
         redispatched: dials that went to a second backend, by the code of what happened at the first.
+        dials: all that ended, by code (``ok``, or an error's) and the state of the backend asked last, or ``none``.
+        durations: how long they took.
     """
 
     def __init__(self, strategies: tuple[str, ...] = STRATEGIES, *, fallback: bool = True) -> None:
@@ -210,6 +213,8 @@ class Backends:
         self._passes = _POOLED if fallback else (BackendState.ACTIVE,)
         self.fallbacks = 0
         self.redispatched: Counter[str] = Counter()
+        self.dials: Counter[tuple[str, str]] = Counter()
+        self.durations = Histogram(0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10)
         self._buckets: dict[Key, Bucket[Backend]] = {}
         self._prefixes: dict[str, Counter[int]] = {"cidr4": Counter(), "cidr6": Counter()}
         self._suffixes = 0
@@ -247,6 +252,10 @@ class Backends:
         backend.keys = tuple(_keys_of(backend))
         self._enter(backend, BackendState.DRAINING if draining else BackendState.ACTIVE)
         log.info("agent linked", agent=backend.name, instance=backend.instance, agents=len(self), draining=draining)
+
+    def all(self) -> Iterator[Backend]:
+        """All that are linked, in the order in which they linked."""
+        return iter(list(self._instances.values()))
 
     def of_instance(self, instance: str) -> Backend | None:
         """The backend of an agent's process."""
@@ -430,17 +439,34 @@ class Backends:
         Raises:
             DialError: ``NoBackend``, ``DialTimeout``, ``LinkLost``, or what the agent answered.
         """
-        deadline = trio.current_time() + seconds
+        began = trio.current_time()
+        code, asked = "cancelled", "none"
+        try:
+            stream, backend = await self._dial(target, began + seconds, agent, window)
+            code, asked = "ok", backend.state.value
+        except DialError as error:
+            code, asked = error.code, error.state
+            raise
+        finally:
+            self.dials[code, asked] += 1
+            self.durations.observe(trio.current_time() - began)
+        return stream
+
+    async def _dial(
+        self, target: Target, deadline: float, agent: str | None, window: int | None
+    ) -> tuple[TunnelStream, Backend]:
+        seconds = deadline - trio.current_time()
         with trio.CancelScope(deadline=deadline):
             decision = self.decide(target, agent)
             try:
-                return await self._dial_through(decision, target, seconds, window)
+                return await self._dial_through(decision, target, seconds, window), decision.backend
             except (LinkLost, RefusedDraining) as error:
                 first = error
             decision = self.decide(target, agent, besides=decision.backend.instance)
             self.redispatched[first.code] += 1
             log.debug("dial goes to another", target=target, agent=decision.backend.name, cause=first.code)
-            return await self._dial_through(decision, target, deadline - trio.current_time(), window)
+            left = deadline - trio.current_time()
+            return await self._dial_through(decision, target, left, window), decision.backend
         raise DialTimeout(f"{target}: no answer within {seconds:g} s")
 
     async def _dial_through(
@@ -453,8 +479,9 @@ class Backends:
         try:
             stream = await decision.backend.link.dial(target.host, target.port, ms=ms, window=window)
         except DialError as error:
-            error.agent = agent
+            error.agent, error.state = agent, decision.backend.state.value
             raise
+        stream.via = agent
         log.debug("dialled", target=target, agent=agent, strategy=decision.strategy, key=decision.key)
         return stream
 

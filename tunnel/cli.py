@@ -232,9 +232,9 @@ def _server(
         timeouts=Timeouts(shutdown=shutdown_budget),
     )
     _check_exposed(config.exposed(), insecure, log_level, log_format)
-    from tunnel import server
+    from tunnel import programs
 
-    raise SystemExit(server.run(config))
+    raise SystemExit(programs.run_server(config))
 
 
 @program.command("agent")
@@ -297,9 +297,9 @@ def _agent(
         timeouts=Timeouts(shutdown=shutdown_budget),
     )
     _log_to_stderr(log_level, log_format)
-    from tunnel import agent
+    from tunnel import programs
 
-    raise SystemExit(agent.run(config))
+    raise SystemExit(programs.run_agent(config))
 
 
 _servers = _option(
@@ -331,10 +331,10 @@ def _forward_ports(
     """Listen on local ports that lead to targets, like 5432=db.internal:5432; with @AGENT, through that one."""
     exposed = [str(forward) for forward in forwards if not forward.listen.is_loopback]
     _check_exposed(exposed, insecure, log_level, log_format)
-    from tunnel import forwarder
+    from tunnel import programs
 
     config = ClientConfig(server, timeouts=Timeouts(shutdown=shutdown_budget))
-    raise SystemExit(forwarder.run(config, forwards))
+    raise SystemExit(programs.run_forwarder(config, forwards))
 
 
 @program.command("connect")

@@ -21,6 +21,7 @@ import trio
 
 from tunnel import logs
 from tunnel.address import Target
+from tunnel.book import Book
 from tunnel.connect import Connector
 from tunnel.errors import (
     CUT,
@@ -54,11 +55,13 @@ class Dials:
     Attributes:
         pending: how many are not answered yet.
         served: how many were answered with a stream.
+        book: those that are open.
     """
 
     def __init__(self, board: Switchboard, services: Mapping[Target, Service] | None = None) -> None:
         self.pending = 0
         self.served = 0
+        self.book = Book()
         self._board = board
         self._services = services
         self._connector = Connector()
@@ -78,7 +81,8 @@ class Dials:
             self.pending -= 1
         if carry is not None:
             self.served += 1
-            await carry()
+            with self.book.entry("dial", f"{request.host}:{request.port}", "", stream.core):
+                await carry()
 
     async def _open(self, stream: TunnelStream, request: DialReq) -> Carry | None:
         """Accept the stream, and say how to carry it; None if it was given up."""

@@ -78,6 +78,7 @@ class DialError(TunnelError):
         exit_code: what a command line ends with (sysexits: 69 cannot reach, 75 try again later).
         text: what happened, for people.
         agent: the name of the agent that was asked, where one was.
+        state: the state of that backend then; ``none`` where none was asked.
     """
 
     code: ClassVar[str]
@@ -89,6 +90,7 @@ class DialError(TunnelError):
         super().__init__(text or type(self).code)
         self.text = text or type(self).code
         self.agent: str | None = None
+        self.state = "none"
 
 
 class Refused(DialError):

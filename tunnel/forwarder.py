@@ -13,18 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import trio
-
 from tunnel import logs
 from tunnel.address import ListenAddress, Target
+from tunnel.book import Book
 from tunnel.client import Client
 from tunnel.config import ClientConfig, Forward
-from tunnel.errors import CUT, NoServer, first_of
+from tunnel.errors import CUT, NoServer
 from tunnel.frontends import FrontEnds
 from tunnel.lifecycle import Lifecycle, Slices
-from tunnel.listen import BindError, accept, bind, bound_address
+from tunnel.listen import accept, bind, bound_address
 from tunnel.relay import Switchboard
-from tunnel.signals import live
 from tunnel.stream import TunnelStream
 
 log = logs.get_logger(__name__)
@@ -57,7 +55,7 @@ class Forwarder:
         """See ``lifecycle.Program``."""
         await life.background.start(self._board.run)
         await life.background.start(self.client.run)
-        front_ends = FrontEnds(self._dial, self._board, self._config.limits, self._config.timeouts)
+        front_ends = FrontEnds(self._dial, self._board, Book(), self._config.limits, self._config.timeouts)
         for forward in self._forwards:
             for listener in await bind(forward.listen):
                 self.addresses.append(bound_address(listener))
@@ -104,13 +102,3 @@ class Forwarder:
     def tally(self) -> dict[str, int]:
         """See ``lifecycle.Program``."""
         return {}
-
-
-def run(config: ClientConfig, forwards: Sequence[Forward]) -> int:
-    """Run a forwarder as this process's program, under its signals; the exit code."""
-    code = 1
-    try:
-        code = trio.run(live, Forwarder(config, forwards).life)
-    except* BindError as group:
-        log.error("cannot start", cause=first_of(group))
-    return code

@@ -22,9 +22,10 @@ import trio
 from tunnel import logs
 from tunnel.address import Target
 from tunnel.backends import Backends
+from tunnel.book import Book
 from tunnel.bridge import Bridge
 from tunnel.config import Forward, Limits, Timeouts, parse_agent_name
-from tunnel.errors import ConfigError, DialError, DialProtocolError, StreamReset
+from tunnel.errors import CUT, ConfigError, DialError, DialProtocolError, StreamReset
 from tunnel.frames import DialReq
 from tunnel.http_connect import ESTABLISHED, BadRequest, ConnectRequest, Head
 from tunnel.listen import Handler
@@ -45,8 +46,9 @@ Dial = Callable[[Target, str | None], Awaitable[TunnelStream]]
 class FrontEnds:
     """The ways in for sockets, and what they need: somewhere to dial, and something that moves the bytes."""
 
-    def __init__(self, dial: Dial, board: Switchboard, limits: Limits, timeouts: Timeouts) -> None:
+    def __init__(self, dial: Dial, board: Switchboard, book: Book, limits: Limits, timeouts: Timeouts) -> None:
         self._dial_target = dial
+        self._book = book
         self._board = board
         self._limits = limits
         self._timeouts = timeouts
@@ -62,7 +64,7 @@ class FrontEnds:
             except DialError:
                 close_with_reset(sock)
                 return
-            await self._join(sock, stream)
+            await self._join("forward", forward.target, sock, stream)
 
     async def connect(self, sock: socket.socket) -> None:
         """The handler of the CONNECT front-end."""
@@ -104,7 +106,7 @@ class FrontEnds:
         except OSError as error:
             stream.reset("reset", f"client: {error.strerror}")
             return
-        await self._join(sock, stream, request.early)
+        await self._join("connect", request.target, sock, stream, request.early)
 
     async def _dial(self, use: str, target: Target, agent: str | None) -> TunnelStream:
         try:
@@ -113,11 +115,14 @@ class FrontEnds:
             _log_failed(use, target, error)
             raise
 
-    async def _join(self, sock: socket.socket, stream: TunnelStream, early: bytes = b"") -> None:
-        try:
-            await self._board.join(sock, stream, early)
-        except StreamReset as error:
-            log.debug("stream reset", stream=stream.core.id, code=error.code, cause=error.text)
+    async def _join(
+        self, use: str, target: Target, sock: socket.socket, stream: TunnelStream, early: bytes = b""
+    ) -> None:
+        with self._book.entry(use, target, stream.via, stream.core):
+            try:
+                await self._board.join(sock, stream, early)
+            except StreamReset as error:
+                _log_reset(use, target, stream, error)
 
 
 class ClientLinks:
@@ -127,9 +132,10 @@ class ClientLinks:
         seconds: longest time that a dial may take, whatever the client says.
     """
 
-    def __init__(self, backends: Backends, bridge: Bridge, seconds: float) -> None:
+    def __init__(self, backends: Backends, bridge: Bridge, book: Book, seconds: float) -> None:
         self._backends = backends
         self._bridge = bridge
+        self._book = book
         self._seconds = seconds
 
     async def serve(self, stream: TunnelStream, request: DialReq) -> None:
@@ -148,10 +154,12 @@ class ClientLinks:
         if stream.core.state is not State.DIALLING:  # given up while the answer was on its way
             through.reset("cancelled", "the dial was given up")
             return
-        try:
-            await self._bridge.join(stream, through, window)
-        except StreamReset as error:
-            log.debug("stream reset", stream=stream.core.id, code=error.code, cause=error.text)
+        target = f"{request.host}:{request.port}"
+        with self._book.entry("client", target, through.via, through.core):
+            try:
+                await self._bridge.join(stream, through, window)
+            except StreamReset as error:
+                _log_reset("client", target, through, error)
 
     async def _dial(self, request: DialReq, window: int) -> TunnelStream:
         agent = request.options.get("agent")
@@ -170,6 +178,11 @@ class ClientLinks:
 def _log_failed(use: str, target: object, error: DialError) -> None:
     asked = {"agent": error.agent} if error.agent else {}
     log.info("dial failed", use=use, target=target, **asked, code=error.code, cause=error.text)
+
+
+def _log_reset(use: str, target: object, stream: TunnelStream, error: StreamReset) -> None:
+    say = log.info if error.code == CUT else log.debug
+    say("stream reset", use=use, target=target, agent=stream.via, code=error.code, cause=error.text)
 
 
 async def _refuse(sock: socket.socket, reply: bytes) -> None:

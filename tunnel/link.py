@@ -36,7 +36,7 @@ from tunnel.errors import (
     RemoteProtocolError,
     TunnelError,
 )
-from tunnel.frames import DATA_BODY_OVERHEAD, Close, Decoder, DialReq, Packet, Ping, Welcome
+from tunnel.frames import DATA_BODY_OVERHEAD, Close, Decoder, DialReq, Packet, Ping, Pong, Welcome
 from tunnel.handshake import Handshake, Identity
 from tunnel.session import Session, Stream
 from tunnel.stream import TunnelStream
@@ -73,6 +73,7 @@ class Link:
     Attributes:
         open_streams: how many streams are open or being dialled; wait for 0 to see the link idle.
         since: when it was linked, on trio's clock.
+        rtt: seconds between the last PING that was answered and its PONG; None before the first.
         going: the peer said that it is leaving; whoever owns the link sets it.
         why: why it ended, from the moment that is certain.
         ended: set when nothing of it is left.
@@ -96,6 +97,8 @@ class Link:
         self.why: TunnelError | None = None
         self.since = 0.0
         self.going = False
+        self.rtt: float | None = None
+        self._pinged = (0, 0.0)  # the token of the last PING, and when it was sent
         self._transport = transport
         self._handshake = handshake
         self._limits = limits
@@ -140,6 +143,11 @@ class Link:
     def server_count(self) -> int:
         """How many servers there are in all, as a server at the other end said last."""
         return self._handshake.servers
+
+    @property
+    def address(self) -> str:
+        """Where the peer is."""
+        return self._transport.peer
 
     # -- life
 
@@ -320,6 +328,10 @@ class Link:
     def _control(self, packet: Packet) -> None:
         if isinstance(packet, Close):
             self._end(LinkClosed(f"the peer said: {packet.text} ({packet.code})"))
+        elif isinstance(packet, Pong):
+            token, when = self._pinged
+            if packet.token == token:
+                self.rtt = trio.current_time() - when
         elif isinstance(packet, Welcome):
             self._handshake.recount(packet)
             self._on_control(packet)
@@ -330,14 +342,13 @@ class Link:
         misses = token = 0
         while True:
             await trio.sleep(self._timeouts.keepalive)
-            if self._heard:
-                self._heard, misses = False, 0
-                continue
-            misses += 1
+            misses = 0 if self._heard else misses + 1
+            self._heard = False
             if misses == _MISSES:
                 seconds = self._timeouts.keepalive * _MISSES
                 self._end(LinkClosed(f"nothing was heard for {seconds:g} s"))
             token = token % 0xFFFF + 1
+            self._pinged = token, trio.current_time()
             self.session.send_control(Ping(0, token))
             self.flush()
 

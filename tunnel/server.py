@@ -24,6 +24,7 @@ import trio
 from tunnel import logs
 from tunnel.address import ListenAddress, Target
 from tunnel.backends import Backend, Backends
+from tunnel.book import Book
 from tunnel.bridge import Bridge
 from tunnel.config import ServerConfig
 from tunnel.errors import (
@@ -40,10 +41,8 @@ from tunnel.frontends import ClientLinks, FrontEnds
 from tunnel.handshake import AcceptingHandshake, Identity, welcome
 from tunnel.lifecycle import Lifecycle, Phase, Slices
 from tunnel.link import Link
-from tunnel.listen import BindError, Handler, accept, bind, bound_address
-from tunnel.readiness import Readiness
+from tunnel.listen import Handler, accept, bind, bound_address
 from tunnel.relay import Switchboard
-from tunnel.signals import live
 from tunnel.stream import TunnelStream
 from tunnel.transport import SocketTransport
 
@@ -75,7 +74,8 @@ class Server:
         self.addresses: dict[str, list[ListenAddress]] = {"links": [], "connect": [], "forward": []}
         self._board = Switchboard()
         self._bridge = Bridge()
-        self._clients = ClientLinks(self.backends, self._bridge, config.dial_timeout)
+        self.book = Book()
+        self._clients = ClientLinks(self.backends, self._bridge, self.book, config.dial_timeout)
         self._links: dict[Link, AcceptingHandshake] = {}
         self._told: set[Link] = set()  # those that were told GOAWAY(soft)
         self._unacked: dict[Link, trio.Event] = {}  # those that owe an ack of GOAWAY(final)
@@ -101,7 +101,7 @@ class Server:
     async def start(self, life: Lifecycle) -> None:
         """See ``lifecycle.Program``."""
         await life.background.start(self._board.run)
-        front_ends = FrontEnds(self._dial, self._board, self.config.limits, self.config.timeouts)
+        front_ends = FrontEnds(self._dial, self._board, self.book, self.config.limits, self.config.timeouts)
         for listener in await self._listen("links", self.config.listen):
             life.background.start_soon(accept, listener, self._link, self._spawn_link)
         if self.config.connect is not None:
@@ -188,41 +188,6 @@ class Server:
     def tally(self) -> dict[str, int]:
         """See ``lifecycle.Program``."""
         return {"redispatched": self.backends.redispatched.total(), "fallback": self.backends.fallbacks}
-
-    # -- what operators ask and want
-
-    @property
-    def readiness(self) -> Readiness:
-        """Whether new work should be sent here."""
-        readiness = Readiness.of(
-            starting=self.life.phase.value is Phase.STARTING,
-            draining=self.life.leaving,
-            no_agent=not self.backends.serving,
-        )
-        if readiness.ready and not self.backends.active:
-            return Readiness(True, ("fallback_only",))
-        return readiness
-
-    def drain_agent(self, name: str, text: str, seconds: float = 0.0, *, leave: bool = False) -> list[Backend]:
-        """Have all agents of a name drain, on all their servers; the backends that were told, with their ``status``.
-
-        ``text`` says why, for their logs; ``seconds`` is the time they get, 0 for no end. With ``leave`` they exit
-        then, or when they are drained.
-        """
-        return self._command(name, "drain", text, seconds, leave=leave)
-
-    def undrain_agent(self, name: str, text: str) -> list[Backend]:
-        """Have all agents of a name stay after all; the backends that were told."""
-        return self._command(name, "undrain", text)
-
-    def _command(
-        self, name: str, action: str, text: str, seconds: float = 0.0, *, leave: bool = False
-    ) -> list[Backend]:
-        backends = self.backends.named(name)
-        log.info("command", action=action, agent=name, text=text, backends=len(backends))
-        for backend in backends:
-            backend.command(action, text, seconds, leave=leave)
-        return backends
 
     # -- links
 
@@ -319,13 +284,3 @@ class Server:
         late = self.life.phase.value is Phase.DRAINING
         if late or not self.life.spawn(self._clients.serve, stream, request):
             stream.refuse(RefusedDraining("the server is leaving"))
-
-
-def run(config: ServerConfig) -> int:
-    """Run a server as this process's program, under its signals; the exit code."""
-    code = 1
-    try:
-        code = trio.run(live, Server(config).life)
-    except* BindError as group:
-        log.error("cannot start", cause=first_of(group))
-    return code

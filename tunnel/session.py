@@ -359,13 +359,14 @@ class Session:
         most_window: what a stream's window may grow to.
         spare: bytes that all windows of the link together may grow by.
         on_dial: called with each new stream in DIALLING state and its DIAL_REQ; never on an opener.
-        on_control: called with each packet that is about the link, but for PING and PONG, which are dealt with here.
+        on_control: called with each packet that is about the link, but for PING, which is answered here.
         on_streams: called with the number of streams whenever it changes.
 
     Attributes:
         queued: bytes of DATA and EOF frames waiting to be taken.
         passing: how many of them came from another link; their sender is bound by its window alone.
         most_data: longest payload that the peer takes in one frame.
+        frames_sent, frames_received: of streams, so far.
     """
 
     def __init__(
@@ -388,6 +389,8 @@ class Session:
         self._spare = spare
         self.queued = 0
         self.passing = 0
+        self.frames_sent = self.frames_received = 0
+        self._closed_sent = self._closed_received = 0  # bytes of the streams that are CLOSED
         self.ready: deque[Stream] = deque()  # streams with frames, in the order of their turns
         self._on_dial = on_dial
         self._on_control = on_control
@@ -406,6 +409,16 @@ class Session:
     def streams(self) -> int:
         """How many streams are not CLOSED."""
         return len(self._streams)
+
+    @property
+    def sent(self) -> int:
+        """Payload bytes that were queued so far. Costs a look at every stream."""
+        return self._closed_sent + sum(stream.sent for stream in self._streams.values())
+
+    @property
+    def received(self) -> int:
+        """Payload bytes that arrived so far. Costs a look at every stream."""
+        return self._closed_received + sum(stream.received for stream in self._streams.values())
 
     # -- what this side does
 
@@ -457,6 +470,8 @@ class Session:
         """For a stream that closed."""
         if self._streams.pop(stream.id, None) is not None:
             self._spare += stream.grown
+            self._closed_sent += stream.sent
+            self._closed_received += stream.received
             if self.probed is stream:
                 self.probed = None
             self._on_streams(len(self._streams))
@@ -485,6 +500,7 @@ class Session:
         while ready and size < limit and len(buffers) < _MAX_BUFFERS:
             frame = ready.popleft().next_frame()
             if frame is not None:
+                self.frames_sent += 1
                 buffers += frame
                 size += len(frame[0]) if len(frame) == 1 else len(frame[0]) + len(frame[1])
         self.queued -= size
@@ -499,6 +515,7 @@ class Session:
             RemoteProtocolError: the stream is not in a state to receive, or the credit was exceeded.
         """
         stream = self._streams.get(number)
+        self.frames_received += 1
         if stream is not None:
             stream.receive_data(data)
         elif number == 0:
@@ -573,6 +590,8 @@ class Session:
 
     def _receive_pong(self, packet: Pong) -> None:
         stream = self._streams.get(packet.stream)
+        if packet.stream == 0:
+            self._on_control(packet)
         if stream is None:
             return
         if stream.onward is not None:

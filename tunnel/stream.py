@@ -81,14 +81,16 @@ class TunnelStream(trio.abc.HalfCloseableStream):
     Attributes:
         core: the session's half: id, state, credit.
         outlet: what to flush after anything was queued on ``core``.
+        via: the name of the agent that serves it, where that is known.
     """
 
     __slots__ = (
         "_attached", "_closed", "_ended", "_eof_sent", "_held", "_receiving", "_reset", "_sending", "_wake", "core",
-        "outlet",
+        "outlet", "via",
     )  # fmt: skip
 
     def __init__(self, core: Stream, outlet: Outlet) -> None:
+        self.via = ""
         self.core = core
         self.outlet = outlet
         self._attached = False

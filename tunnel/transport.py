@@ -31,7 +31,13 @@ _CHUNK = 64 * 1024
 
 
 class Transport(Protocol):
-    """What a link needs of a connection."""
+    """What a link needs of a connection.
+
+    Attributes:
+        peer: where the other end is, for people.
+    """
+
+    peer: str
 
     async def receive_into(self, room: Room) -> int:
         """Wait for bytes, then ask for ``room()`` and put them there; how many, 0 at the end. Raises ``BROKEN``."""
@@ -58,11 +64,20 @@ def unsent(buffers: Sequence[Buffer], sent: int) -> list[Buffer]:
     return []
 
 
+def _peer_of(sock: socket.socket) -> str:
+    try:
+        host, port = sock.getpeername()[:2]
+    except (OSError, ValueError):  # it has gone already, or is no TCP socket
+        return "?"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class SocketTransport:
     """A connected, non-blocking TCP socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self.peer = _peer_of(sock)
         with contextlib.suppress(OSError):  # some systems refuse it once the peer has gone
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with contextlib.suppress(OSError):  # a hint: keeps what waits in our queue, where control packets overtake
@@ -115,6 +130,7 @@ class StreamTransport:
 
     def __init__(self, stream: trio.abc.Stream) -> None:
         self._stream = stream
+        self.peer = "a stream"
         self._over = b""  # received, but there was no room
 
     async def receive_into(self, room: Room) -> int:
