@@ -47,6 +47,7 @@ from tunnel.link import Link
 from tunnel.relay import Switchboard
 from tunnel.stream import TunnelStream
 from tunnel.sync import SyncLoop
+from tunnel.tally import Histogram, Traffic
 from tunnel.transport import SocketTransport
 
 log = logs.get_logger(__name__)
@@ -81,6 +82,8 @@ class Agent:
         dials: what serves dials, with their counts.
         late: how many dials arrived while it drained, and were served.
         refused: how many were sent back because they arrived after the end of that.
+        carried: what links have carried that are not there any more.
+        drains: how long operators' drains took, by how they ended: ``drained`` or ``undone``.
 
     Raises:
         AddressError: a key of ``services`` is no target.
@@ -95,6 +98,8 @@ class Agent:
         self.linked = trio.Event()
         self.state: AsyncValue[AgentState] = AsyncValue(AgentState.STARTING)
         self.late = self.refused = 0
+        self.carried = Traffic()
+        self.drains = {outcome: Histogram(1, 5, 15, 60, 300, 900, 3600) for outcome in ("drained", "undone")}
         self.instance = new_instance()
         self._board = Switchboard()
         served_here = None if services is None else {Target.parse(at): talk for at, talk in services.items()}
@@ -102,6 +107,7 @@ class Agent:
         self.sync = SyncLoop(config.servers, Connector(), config.timeouts, self._make_link, self._link_failed)
         self.draining = AgentDrain(self.sync.links.values, lambda: (self.remaining, self.life.open.value))
         self._changed = trio.Event()  # a drain began or ended
+        self._began: float | None = None  # when the drain began that is under way
         self._until = math.inf  # when an operator's drain is over at the latest
         self._leave_when_drained = False
 
@@ -209,6 +215,7 @@ class Agent:
         if self.life.leaving or not self.draining.undrain(reason):
             return False
         self._until, self._leave_when_drained = math.inf, False
+        self._drain_ended("undone")
         self.sync.undrain()
         self.state.value = AgentState.READY
         log.info("drain undone", reason=reason, servers=len(self.sync.links))
@@ -216,6 +223,8 @@ class Agent:
 
     def _begin_drain(self, reason: str) -> None:
         self.sync.drain()
+        if not self.draining.draining:
+            self._began = trio.current_time()
         if reason not in self.draining.reasons:
             log.info("drain started", reason=reason, open=self.life.open.value, servers=len(self.sync.links))
         self.draining.drain(reason)
@@ -225,6 +234,13 @@ class Agent:
     def _enter_drain_state(self) -> None:
         left = self.life.open.value or self.draining.unacked
         self.state.value = AgentState.DRAINING if left else AgentState.DRAINED
+        if not left:
+            self._drain_ended("drained")
+
+    def _drain_ended(self, outcome: str) -> None:
+        began, self._began = self._began, None
+        if began is not None:
+            self.drains[outcome].observe(trio.current_time() - began)
 
     async def _watch_drain(self) -> None:
         """While draining: know when nothing is left, tell servers how far it is, and end what will never end."""
@@ -302,6 +318,7 @@ class Agent:
 
         def ended() -> None:
             on_end()
+            self.carried.add(link.session)
             self.draining.gone(link)
             if self.linked.is_set() and not self.sync.links:
                 self.linked = trio.Event()

@@ -128,6 +128,7 @@ class Backend:
                 self.link.session.send_control(UndrainAck(packet.seq))
             case DrainStatus():
                 self.status = packet
+                self.manager.tell_news()
 
     def _is_news(self, seq: int) -> bool:
         """Whether it was said after all that was heard before."""
@@ -206,6 +207,7 @@ class Backends:
         redispatched: dials that went to a second backend, by the code of what happened at the first.
         dials: all that ended, by code (``ok``, or an error's) and the state of the backend asked last, or ``none``.
         durations: how long they took.
+        news: set when an agent came, went, or said something of its drain; replaced by a new event then.
     """
 
     def __init__(self, strategies: tuple[str, ...] = STRATEGIES, *, fallback: bool = True) -> None:
@@ -215,6 +217,7 @@ class Backends:
         self.redispatched: Counter[str] = Counter()
         self.dials: Counter[tuple[str, str]] = Counter()
         self.durations = Histogram(0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10)
+        self.news = trio.Event()
         self._buckets: dict[Key, Bucket[Backend]] = {}
         self._prefixes: dict[str, Counter[int]] = {"cidr4": Counter(), "cidr6": Counter()}
         self._suffixes = 0
@@ -303,11 +306,17 @@ class Backends:
             self._states[old] -= 1
         if state is not BackendState.GONE:
             self._states[state] += 1
+        self.tell_news()
         for key in backend.keys:
             if old in _POOLED:
                 self._leave_bucket(key, backend, old)
             if state in _POOLED:
                 self._enter_bucket(key, backend, state)
+
+    def tell_news(self) -> None:
+        """Wake whoever waits for ``news``."""
+        self.news.set()
+        self.news = trio.Event()
 
     def _enter_bucket(self, key: Key, backend: Backend, state: BackendState) -> None:
         bucket = self._buckets.get(key)

@@ -12,29 +12,35 @@ This file must not know what the programs do: it calls their ``run()`` and passe
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from tunnel import __version__, early
 from tunnel.address import Identifier, ListenAddress, Target
 from tunnel.config import (
     LOWEST_PRIORITY,
     STRATEGIES,
+    AdminAddress,
+    AdminConfig,
     AgentConfig,
     Claims,
     ClientConfig,
     Forward,
     ServerConfig,
     Timeouts,
+    Token,
     check_exposed,
     load_file,
+    parse_admin_address,
     parse_agent_name,
     parse_destination,
     parse_duration,
     parse_strategies,
+    read_token,
 )
 from tunnel.errors import ConfigError
 
@@ -68,14 +74,26 @@ class Program(click.Group):
         except KeyboardInterrupt:
             raise SystemExit(130) from None
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the programs, and what operates them, each in the order of declaration."""
+        for heading, operating in (("Programs", False), ("Operating them", True)):
+            names = [name for name in self.commands if (name in _OPERATING) is operating]
+            limit = formatter.width - 6 - max(map(len, self.commands))
+            with formatter.section(heading):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(limit)) for name in names])
+
 
 def _defaults_from_file(path: str) -> dict[str, dict[str, Any]]:
     """The file's contents as click's default map, which goes by parameter names: ``dial_timeout``."""
-    known = {section: _keys(program.commands[section]) for section in ("server", "agent", "forward", "connect")}
-    return {
-        section: {key.replace("-", "_"): value for key, value in table.items()}
-        for section, table in load_file(path, known).items()
-    }
+    return {section: _default_map(table) for section, table in load_file(path, _file_keys()).items()}
+
+
+def _file_keys() -> dict[str, dict[str, type]]:
+    return {section: _keys(program.commands[section]) for section in ("server", "agent", "forward", "connect")}
+
+
+def _default_map(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.replace("-", "_"): value for key, value in table.items()}
 
 
 def _keys(command: click.Command) -> dict[str, type]:
@@ -114,6 +132,8 @@ _duration = Parsed("duration", parse_duration)
 _name = Parsed("name", parse_agent_name)
 _identifier = Parsed("identifier", Identifier.parse)
 _strategies = Parsed("strategies", parse_strategies)
+_operator = Parsed("address", parse_admin_address)
+_secret = Parsed("file", read_token)
 _SEVERAL = "Repeatable; the variable takes several, separated by spaces."
 _file = Parsed("file", _defaults_from_file)
 
@@ -132,6 +152,42 @@ def _log_options(command: Callable[..., None]) -> Callable[..., None]:
     level = _option("--log-level", type=levels, default="info", help="The least grave events to show.")
     fmt = _option("--log-format", type=formats, default="auto", help="auto: logfmt on a terminal, json elsewhere.")
     return level(fmt(command))
+
+
+def _admin_options(default: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Options that arrive together, as ``admin``. The default address may be taken; one that was asked for may not."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def together(
+            admin: AdminAddress | None, health: AdminAddress | None, admin_token_file: Token | None, **others: Any
+        ) -> None:
+            asked_for = click.get_current_context().get_parameter_source("admin") is not ParameterSource.DEFAULT
+            command(admin=AdminConfig(admin, asked_for, health, admin_token_file), **others)
+
+        return listen(health(token(together)))
+
+    listen = _option(
+        "--admin",
+        type=_operator,
+        metavar="HOST:PORT|unix:/PATH|off",
+        default=f"127.0.0.1:{default}",
+        help="Operators talk to it here: health, drain, metrics, a status page.",
+    )
+    health = _option(
+        "--health",
+        type=_operator,
+        metavar="HOST:PORT|unix:/PATH|off",
+        default="off",
+        help="The health paths alone, for probes from elsewhere.",
+    )
+    token = _option(
+        "--admin-token-file",
+        type=_secret,
+        metavar="FILE",
+        help="Who changes anything through --admin needs the token in this file; nobody but you may read it.",
+    )
+    return decorate
 
 
 @click.group("tunnel", cls=Program, context_settings={"auto_envvar_prefix": "TUNNEL", "show_default": True})
@@ -203,6 +259,7 @@ def program() -> None:
 )
 @_budget
 @_option("--insecure", is_flag=True, help="Serve addresses that others can reach, though nobody proves who they are.")
+@_admin_options(7402)
 @_log_options
 def _server(
     listen: ListenAddress,
@@ -215,6 +272,7 @@ def _server(
     drain_fallback: str,
     shutdown_budget: float,
     insecure: bool,
+    admin: AdminConfig,
     log_level: str,
     log_format: str,
 ) -> None:
@@ -229,6 +287,7 @@ def _server(
         server_count=server_count,
         lame_duck=lame_duck,
         drain_fallback=drain_fallback == "allow",
+        admin=admin,
         timeouts=Timeouts(shutdown=shutdown_budget),
     )
     _check_exposed(config.exposed(), insecure, log_level, log_format)
@@ -276,6 +335,7 @@ def _server(
     help="Exit with 5, rather than try again, when no server takes it at first, or one refuses it for good.",
 )
 @_budget
+@_admin_options(7403)
 @_log_options
 def _agent(
     server: tuple[Target, ...],
@@ -285,6 +345,7 @@ def _agent(
     priority: int,
     exit_on_failure: bool,
     shutdown_budget: float,
+    admin: AdminConfig,
     log_level: str,
     log_format: str,
 ) -> None:
@@ -294,6 +355,7 @@ def _agent(
         name,
         Claims(identifier, default_route, priority),
         exit_on_failure,
+        admin,
         timeouts=Timeouts(shutdown=shutdown_budget),
     )
     _log_to_stderr(log_level, log_format)
@@ -374,9 +436,182 @@ def _check_exposed(exposed: list[str], insecure: bool, log_level: str, log_forma
 
 
 def _log_to_stderr(level: str, fmt: str) -> None:
+    """Begin: all that the command was told is taken. That is all that a rehearsal wanted to know."""
+    context = click.get_current_context()
+    if context.meta.get(_REHEARSAL):
+        context.exit()
     from tunnel import logs
 
     logs.configure(level, fmt)
+
+
+# -- operating what runs
+
+
+def _admin_url(text: str) -> Any:
+    from tunnel.remote import AdminUrl
+
+    return AdminUrl.parse(text)
+
+
+def _token(path: str) -> str:
+    from tunnel.remote import read_token
+
+    return read_token(path)
+
+
+_admin = _option(
+    "--admin",
+    type=Parsed("URL", _admin_url),
+    metavar="URL",
+    default="http://127.0.0.1:7402",
+    help="The program's admin API: http://HOST:PORT, HOST:PORT or unix:/PATH. Agents have theirs on port 7403.",
+)
+_json = _option("--json", is_flag=True, help="Print what comes for programs: JSON, a line for each answer.")
+_token_file = _option(
+    "--token-file",
+    type=Parsed("file", _token),
+    metavar="FILE",
+    help="The admin token, if the program wants one; nobody but you may read the file.",
+)
+
+
+@program.command("status")
+@_admin
+@_option("--watch", is_flag=True, help="Look again each second, until Ctrl-C; also when it goes away and comes back.")
+@_json
+@_ends_by_signal
+def _status(admin: Any, watch: bool, json: bool) -> None:
+    """Show how a server or an agent is, and who is linked."""
+    from tunnel import operator_cli
+    from tunnel.remote import Remote
+
+    operator_cli.status(Remote(admin), watch=watch, as_json=json)
+
+
+@program.command("agents")
+@_admin
+@_json
+@_ends_by_signal
+def _agents(admin: Any, json: bool) -> None:
+    """List the agents that are linked to a server."""
+    from tunnel import operator_cli
+    from tunnel.remote import Remote
+
+    operator_cli.agents(Remote(admin), as_json=json)
+
+
+@program.command("drain")
+@click.argument("agent", type=_name, required=False)
+@_option(
+    "--self",
+    "itself",
+    is_flag=True,
+    envvar="TUNNEL_DRAIN_SELF",
+    help="Drain the program behind --admin itself; a server only with --exit.",
+)
+@_option("--wait", is_flag=True, help="Show how far it is, until it is certain how it ended.")
+@_option("--timeout", type=_duration, metavar="DURATION", default="10m", help="For how long to --wait.")
+@_option("--reason", metavar="TEXT", help="Why, for the log.")
+@_option("--exit", "leave", is_flag=True, envvar="TUNNEL_DRAIN_EXIT", help="Exit when drained.")
+@_admin
+@_token_file
+@_json
+@_ends_by_signal
+def _drain(
+    agent: str | None,
+    itself: bool,
+    wait: bool,
+    timeout: float,
+    reason: str | None,
+    leave: bool,
+    admin: Any,
+    token_file: str | None,
+    json: bool,
+) -> None:
+    """Have all agents of a name drain, on all their servers.
+
+    Ctrl-C ends the waiting, not the drain; tunnel undrain takes it back.
+
+    Ends with 0 when they are drained, or without --wait when they were told; 2 for a bad flag; 3 when the time is over;
+    4 when somebody else undrained them; 5 if there is no such agent; 6 when one went away with something open; 69 if
+    nobody answers at first; 130 at Ctrl-C.
+    """
+    if (agent is None) is not itself:
+        raise click.UsageError("say which agents are to drain: either AGENT, or --self")
+    from tunnel import operator_cli
+    from tunnel.remote import Remote
+
+    drained = operator_cli.Drained(Remote(admin, token_file), agent)
+    seconds = timeout if wait else None
+    raise SystemExit(operator_cli.drain(drained, reason, leave=leave, wait=seconds, as_json=json))
+
+
+@program.command("undrain")
+@click.argument("agent", type=_name)
+@_admin
+@_token_file
+@_json
+@_ends_by_signal
+def _undrain(agent: str, admin: Any, token_file: str | None, json: bool) -> None:
+    """Have all agents of a name take new dials again."""
+    from tunnel import operator_cli
+    from tunnel.remote import Remote
+
+    operator_cli.undrain(operator_cli.Drained(Remote(admin, token_file), agent), as_json=json)
+
+
+@program.command("explain")
+@click.argument("target", type=_destination, metavar="TARGET[@AGENT]")
+@_admin
+@_json
+@_ends_by_signal
+def _explain(target: tuple[Target, str | None], admin: Any, json: bool) -> None:
+    """Show which agent would serve a target now, and why."""
+    from tunnel import operator_cli
+    from tunnel.remote import Remote
+
+    operator_cli.explain(Remote(admin), *target, as_json=json)
+
+
+@program.command("check")
+@click.argument("file", type=click.Path(dir_okay=False), metavar="FILE")
+@_json
+@_ends_by_signal
+def _check(file: str, json: bool) -> None:
+    """Check a configuration file, and name each problem.
+
+    Prints ok and ends with 0, or each problem with its line and ends with 2. Variables and flags are left out.
+    """
+    from tunnel import check, operator_cli
+
+    raise SystemExit(operator_cli.check(check.problems(file, program.commands, _file_keys(), _rehearse), json))
+
+
+_OPERATING = ("status", "agents", "drain", "undrain", "explain", "check")
+_REHEARSAL = "tunnel.rehearsal"  # in the meta of a command's context
+_INSTEAD = {  # of what is required, and may be missing in a file, by its name
+    "server": ("--server", "localhost:1"),
+    "forwards": ("0=localhost:1",),
+    "target": ("localhost:1",),
+}
+
+
+def _rehearse(section: str, table: Mapping[str, Any]) -> None:
+    """Run a command with what its section of a file says, up to where it would begin.
+
+    Raises:
+        click.UsageError, ConfigError: it would end with exit 2.
+    """
+    command = program.commands[section]
+    required = {param.name for param in command.params if param.required}
+    words = [word for name in _INSTEAD if name in required and name not in table for word in _INSTEAD[name]]
+    try:
+        with command.make_context(section, words, default_map=_default_map(table)) as context:
+            context.meta[_REHEARSAL] = True
+            command.invoke(context)
+    except click.exceptions.Exit:
+        return
 
 
 def main() -> None:

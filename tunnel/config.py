@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from tunnel.address import Identifier, ListenAddress, Target
 from tunnel.errors import ConfigError
@@ -28,6 +29,8 @@ _CLAIMS_BYTES = 2048  # of identifiers, together: a HELLO must fit into what is 
 
 _LINKS = ListenAddress("127.0.0.1", 7400)
 _CONNECT = ListenAddress("127.0.0.1", 7401)
+_LONGEST_PATH = 100  # bytes in the path of a unix socket; some systems take 103
+_LONGEST_TOKEN = 4096
 
 _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h)")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -106,6 +109,72 @@ class Forward:
         return cls(ListenAddress.parse(listen), *parse_destination(rest))
 
 
+class Token:
+    """A secret: it can be compared, and is never shown."""
+
+    __slots__ = ("_secret",)
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret.encode()
+
+    def __repr__(self) -> str:
+        return "<Token>"
+
+    def matches(self, text: str) -> bool:
+        """Whether this is it. Takes as long for any wrong text of a length."""
+        from hmac import compare_digest  # only who has a secret pays for it
+
+        return compare_digest(text.encode(), self._secret)
+
+
+@dataclass(frozen=True, slots=True)
+class UnixAddress:
+    """Where to listen in the file system, for the owner of the process alone.
+
+    Raises:
+        ConfigError: the path is not absolute, or too long for a socket.
+    """
+
+    path: str
+
+    is_loopback: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.path.startswith("/") or "\0" in self.path or len(os.fsencode(self.path)) > _LONGEST_PATH:
+            raise ConfigError(
+                f"{_shown(str(self))} is not an address; taken: unix:/PATH, at most {_LONGEST_PATH} bytes long"
+            )
+
+    def __str__(self) -> str:
+        return f"unix:{self.path}"
+
+
+AdminAddress = ListenAddress | UnixAddress
+
+
+@dataclass(frozen=True, slots=True)
+class AdminConfig:
+    """Where an operator talks to a program, and who may tell it something.
+
+    Attributes:
+        listen: where all of it is; None for nowhere.
+        required: do not start where that is taken; otherwise the program says so, and goes on without it.
+        health: where the health paths are, and nothing else; None for nowhere.
+        token: what must be shown by who changes anything; None for nothing.
+    """
+
+    listen: AdminAddress | None = None
+    required: bool = True
+    health: AdminAddress | None = None
+    token: Token | None = None
+
+    def exposed(self) -> list[str]:
+        """The option, as one would type it, if others can reach it and need no token."""
+        if self.listen is None or self.listen.is_loopback or self.token:
+            return []
+        return [f"--admin {self.listen}"]
+
+
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """What a server needs to know.
@@ -120,6 +189,7 @@ class ServerConfig:
         server_count: how many servers there are in all, for agents to link to.
         lame_duck: seconds for which a server that is leaving goes on as before, so that others stop sending.
         drain_fallback: whether draining agents serve what no other agent can.
+        admin: where its operator talks to it, if it is a program of its own.
     """
 
     listen: ListenAddress = _LINKS
@@ -131,6 +201,7 @@ class ServerConfig:
     server_count: int = 1
     lame_duck: float = 0.0
     drain_fallback: bool = True
+    admin: AdminConfig = AdminConfig(ListenAddress("127.0.0.1", 7402), required=False)
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
@@ -143,12 +214,13 @@ class ServerConfig:
             )
 
     def exposed(self) -> list[str]:
-        """The options, as one would type them, whose addresses are not loopback."""
+        """The options, as one would type them, whose addresses others can reach without credentials."""
         doors = [("--listen", self.listen, str(self.listen))]
         if self.connect:
             doors.append(("--connect", self.connect, str(self.connect)))
         doors += [("--forward", forward.listen, str(forward)) for forward in self.forwards]
-        return [f"{option} {text}" for option, address, text in doors if not address.is_loopback]
+        exposed = [f"{option} {text}" for option, address, text in doors if not address.is_loopback]
+        return exposed + self.admin.exposed()
 
     def check(self) -> None:
         """Refuse to serve strangers unless told to.
@@ -209,21 +281,28 @@ class AgentConfig:
         name: how the agent is called, see ``parse_agent_name``.
         claims: what it says it can serve.
         exit_on_failure: leave, rather than try again, when no server takes it at first or one refuses it for good.
+        admin: where its operator talks to it, if it is a program of its own.
 
     Raises:
-        ConfigError: the name is not taken, or there is no server.
+        ConfigError: the name is not taken, there is no server, or strangers could tell the agent what to do.
     """
 
     servers: tuple[Target, ...]
     name: str
     claims: Claims = field(default_factory=Claims)
     exit_on_failure: bool = False
+    admin: AdminConfig = AdminConfig(ListenAddress("127.0.0.1", 7403), required=False)
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
     def __post_init__(self) -> None:
         parse_agent_name(self.name)
         object.__setattr__(self, "servers", _some_servers(self.servers))
+        if exposed := self.admin.exposed():
+            raise ConfigError(
+                f"{exposed[0]}: not a loopback address, so anyone who reaches it could drain the agent; "
+                "listen on loopback, or set --admin-token-file"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +369,37 @@ def parse_destination(text: str) -> tuple[Target, str | None]:
     """
     target, at, agent = text.partition("@")
     return Target.parse(target), parse_agent_name(agent) if at else None
+
+
+def parse_admin_address(text: str) -> AdminAddress | None:
+    """An address from ``HOST:PORT``, ``PORT`` or ``unix:/PATH``; ``off`` is none.
+
+    Raises:
+        ConfigError: the text is none of these.
+    """
+    if text == "off":
+        return None
+    return UnixAddress(text.removeprefix("unix:")) if text.startswith("unix:") else ListenAddress.parse(text)
+
+
+def read_token(path: str | Path) -> Token:
+    """The token in a file that nobody but its owner may use.
+
+    Raises:
+        ConfigError: it cannot be read, others may use it, or it holds no token.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            for_others = stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077
+            content = file.read(_LONGEST_TOKEN + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    if for_others:
+        raise ConfigError(f"{path}: others than its owner may use it; taken: a file of mode 600 or 400")
+    token = content.decode("ascii", "replace").strip()
+    if not token.isascii() or not token.isprintable() or " " in token or not 1 <= len(token) <= _LONGEST_TOKEN:
+        raise ConfigError(f"{path}: holds no token; taken: one line of printable ASCII characters, no spaces")
+    return Token(token)
 
 
 def parse_duration(text: str) -> float:

@@ -4,6 +4,7 @@ Rules that hold here:
 
 - Nothing is kept here but the switch of ``switched_off``; everything else is looked up when it is asked for.
 - What is told goes to the part whose business it is, which does it and logs it.
+- The programs are known by their types alone, so that a process which is a server does not load the agent.
 
 This file must not know HTTP.
 """
@@ -11,29 +12,39 @@ This file must not know HTTP.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import trio
+from trio_util import wait_any
 
-from tunnel import logs
+from tunnel import __version__, logs
 from tunnel.address import Target
-from tunnel.agent import Agent, AgentState
-from tunnel.backends import Backend
 from tunnel.book import view_of
 from tunnel.frames import DrainStatus
 from tunnel.lifecycle import Phase
-from tunnel.operate import AgentView, DrainView, StreamView, TooLate
+from tunnel.link import Link
+from tunnel.operate import AgentView, DrainView, Measured, StreamView, TooLate
 from tunnel.readiness import Readiness
-from tunnel.server import Server
+from tunnel.tally import Traffic
+
+if TYPE_CHECKING:
+    from tunnel.agent import Agent
+    from tunnel.backends import Backend
+    from tunnel.server import Server
 
 log = logs.get_logger(__name__)
+
+Counts = dict[str, Measured | dict[tuple[str, ...], Measured]]
 
 
 class ServerDesk:
     """See ``operate.OperatedServer``."""
 
     role = name = "server"
+    version = __version__
 
     def __init__(self, server: Server) -> None:
         self.instance = server.identity.instance
@@ -78,19 +89,31 @@ class ServerDesk:
         if self._server.life.leaving:
             raise TooLate("the server is leaving")
 
+    async def news(self) -> None:
+        """Of the server itself, or of one of its agents."""
+        await wait_any(self._server.backends.news.wait, self._server.life.phase.wait_transition)
+
     def streams(self, after: int, most: int) -> list[StreamView]:
         """A page of what is open."""
         return [view_of(entry) for entry in self._server.book.page(after, most)]
 
-    def counts(self) -> dict[str, float]:
+    def counts(self) -> Counts:
         """Numbers for metrics."""
         life, streams, backends = self._server.life, len(self._server.book.entries), self._server.backends
+        links = self._server.links
+        to_agents = [link for link in links if link.peer and link.peer.role != "client"]
+        states = Counter(backend.state.value for backend in backends.all())
         return {
             "open_streams": streams,
             "pending_dials": life.open.value - streams,
             "oldest_stream_seconds": life.oldest,
             "drain_cut_streams_total": life.cuts,
+            "backends": {(state,): states[state] for state in ("active", "draining", "final")},
+            "dials_total": dict(backends.dials),
+            "dial_duration_seconds": backends.durations,
+            "dial_redispatch_total": {(cause,): times for cause, times in backends.redispatched.items()},
             "dial_fallback_total": backends.fallbacks,
+            **_of_links(links, to_agents, self._server.carried),
         }
 
     def agents(self) -> Iterator[AgentView]:
@@ -135,6 +158,7 @@ class AgentDesk:
     """See ``operate.Operated``."""
 
     role = "agent"
+    version = __version__
 
     def __init__(self, agent: Agent) -> None:
         self.name = agent.config.name
@@ -146,7 +170,7 @@ class AgentDesk:
     def readiness(self) -> Readiness:
         """Whether dials should be sent here."""
         return Readiness.of(
-            starting=self._agent.state.value is AgentState.STARTING,
+            starting=self._agent.state.value.value == "starting",
             draining=self._agent.draining.draining or self._agent.life.leaving,
             no_server=not self._agent.sync.links,
             switched_off=self.switched_off,
@@ -172,21 +196,41 @@ class AgentDesk:
         log.info("command", action="undrain", text=text)
         self._agent.undrain()
 
+    async def news(self) -> None:
+        """Of the agent's own drain."""
+        await self._agent.state.wait_transition()
+
     def streams(self, after: int, most: int) -> list[StreamView]:
         """A page of what is open."""
         return [view_of(entry) for entry in self._agent.dials.book.page(after, most)]
 
-    def counts(self) -> dict[str, float]:
-        """Numbers for metrics."""
-        agent = self._agent
+    def counts(self) -> Counts:
+        """Numbers for metrics. Of an agent's dials none asked a backend."""
+        agent, dials = self._agent, self._agent.dials
+        refused = {"refused_draining": agent.refused} if agent.refused else {}
+        results = {"ok": dials.served, **refused, **dials.failed}
+        links = list(agent.sync.links.values())
         return {
-            "open_streams": len(agent.dials.book.entries),
-            "pending_dials": agent.dials.pending,
+            "open_streams": len(dials.book.entries),
+            "pending_dials": dials.pending,
             "oldest_stream_seconds": agent.life.oldest,
             "drain_cut_streams_total": agent.life.cuts,
             "drain_ack_timeouts_total": agent.draining.ack_timeouts,
-            "dials_served_total": agent.dials.served,
+            "drain_duration_seconds": {(outcome,): took for outcome, took in agent.drains.items()},
+            "dials_total": {(result, "none"): times for result, times in results.items()},
+            **_of_links(links, links, agent.carried),
         }
+
+
+def _of_links(links: list[Link], carrying: Iterable[Link], ended: Traffic) -> Counts:
+    """What all links hold; and what those between servers and agents carry, so that nothing is counted twice."""
+    traffic = ended.with_those(link.session for link in carrying)
+    return {
+        "links": len(links),
+        "queued_bytes": sum(link.session.queued for link in links),
+        "bytes_total": {("sent",): traffic.sent, ("received",): traffic.received},
+        "frames_total": {("sent",): traffic.frames_sent, ("received",): traffic.frames_received},
+    }
 
 
 def _drain_view(status: DrainStatus, reasons: tuple[str, ...] = (), remaining: float | None = None) -> DrainView:

@@ -14,6 +14,7 @@ This file must not know links, drains, or who asks.
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
@@ -55,12 +56,14 @@ class Dials:
     Attributes:
         pending: how many are not answered yet.
         served: how many were answered with a stream.
+        failed: how many were answered otherwise, by code.
         book: those that are open.
     """
 
     def __init__(self, board: Switchboard, services: Mapping[Target, Service] | None = None) -> None:
         self.pending = 0
         self.served = 0
+        self.failed: Counter[str] = Counter()
         self.book = Book()
         self._board = board
         self._services = services
@@ -72,10 +75,10 @@ class Dials:
         try:
             carry = await self._open(stream, request)
         except AddressError as error:
-            _refuse(stream, request, DialProtocolError(str(error)))
+            self._refuse(stream, request, DialProtocolError(str(error)))
             return
         except DialError as error:
-            _refuse(stream, request, error)
+            self._refuse(stream, request, error)
             return
         finally:
             self.pending -= 1
@@ -109,6 +112,12 @@ class Dials:
         stream.core.accept()
         return partial(self._join, sock, stream, target)
 
+    def _refuse(self, stream: TunnelStream, request: DialReq, error: DialError) -> None:
+        if stream.core.state is State.DIALLING:  # still wanted
+            self.failed[error.code] += 1
+            log.info("dial failed", target=f"{request.host}:{request.port}", code=error.code, cause=error.text)
+            stream.refuse(error)
+
     async def _join(self, sock: socket.socket, stream: TunnelStream, target: Target) -> None:
         try:
             await self._board.join(sock, stream)
@@ -137,9 +146,3 @@ async def _talk(service: Service, stream: TunnelStream, target: Target) -> None:
 def _log_reset(stream: TunnelStream, target: Target, error: StreamReset) -> None:
     say = log.info if error.code == CUT else log.debug
     say("stream reset", target=target, stream=stream.core.id, code=error.code, cause=error.text)
-
-
-def _refuse(stream: TunnelStream, request: DialReq, error: DialError) -> None:
-    if stream.core.state is State.DIALLING:  # still wanted
-        log.info("dial failed", target=f"{request.host}:{request.port}", code=error.code, cause=error.text)
-        stream.refuse(error)

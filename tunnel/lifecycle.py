@@ -180,6 +180,7 @@ class Lifecycle:
     def leave(self, exit_code: int = EXIT_DONE) -> None:
         """Begin to leave. No effect when that has begun."""
         if not self.leaving:
+            self._began = trio.current_time()
             self.exit_code = exit_code
             self._leaving.set()
 
@@ -233,7 +234,6 @@ class Lifecycle:
 
     async def _leave(self) -> None:
         await self._leaving.wait()
-        self._began = trio.current_time()
         with self._patience:
             await self._wind_down()
         self.accepting.cancel_scope.cancel()

@@ -81,6 +81,11 @@ def bound_address(sock: socket.socket) -> ListenAddress:
     return ListenAddress(host.partition("%")[0], port)
 
 
+def _spelled(listener: socket.socket) -> str:
+    unix = listener.family == socket.AF_UNIX
+    return f"unix:{listener.getsockname()}" if unix else str(bound_address(listener))
+
+
 async def accept(listener: socket.socket, handler: Handler, spawn: Spawn) -> None:
     """Have ``spawn(handler, socket)`` start a task for each connection, until cancelled; then close the listener.
 
@@ -96,7 +101,7 @@ async def accept(listener: socket.socket, handler: Handler, spawn: Spawn) -> Non
                 if shortage is not None:
                     if trio.current_time() - complained >= _QUIET:
                         complained = trio.current_time()
-                        log.warning("cannot accept", address=bound_address(listener), cause=shortage.strerror)
+                        log.warning("cannot accept", address=_spelled(listener), cause=shortage.strerror)
                     await trio.sleep(_PAUSE)
         finally:
             _accept_batch(listener, handler, spawn, most=_BACKLOG)

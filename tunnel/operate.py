@@ -13,10 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 from tunnel.address import Target
 from tunnel.readiness import Readiness
+from tunnel.tally import Histogram
+
+Measured = float | Histogram
+"""A number as it is now, or a distribution of many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +90,14 @@ class Operated(Protocol):
         role: ``server`` or ``agent``.
         name: the agent's, or ``server``.
         instance: the process.
+        version: of this package.
         switched_off: an operator wants no new work sent here, without a drain.
     """
 
     role: str
     name: str
     instance: str
+    version: str
     switched_off: bool
 
     @property
@@ -115,11 +121,17 @@ class Operated(Protocol):
             TooLate: it is leaving for good.
         """
 
+    async def news(self) -> None:
+        """Return when something about a drain has changed. What changes often, as what is open does, is no news."""
+
     def streams(self, after: int, most: int) -> list[StreamView]:
         """At most so many open streams with a greater number, oldest first."""
 
-    def counts(self) -> Mapping[str, float]:
-        """Numbers for metrics, by the metric's name without its prefix; a name that ends in ``_total`` only grows."""
+    def counts(self) -> Mapping[str, Measured | Mapping[tuple[str, ...], Measured]]:
+        """Numbers for metrics, by the metric's name without its prefix, and by its labels' values where it has labels.
+
+        A name that ends in ``_total`` only grows. See ``metrics.FAMILIES`` for all of them.
+        """
 
 
 class OperatedServer(Operated, Protocol):
@@ -142,3 +154,8 @@ class OperatedServer(Operated, Protocol):
 
     def explain(self, target: Target, agent: str | None) -> dict[str, object]:
         """How the target finds its agent now, as plain values."""
+
+
+def is_server(operated: Operated) -> TypeGuard[OperatedServer]:
+    """Whether it can be asked and told what only a server can."""
+    return operated.role == "server"

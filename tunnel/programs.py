@@ -2,8 +2,9 @@
 
 Rules that hold here:
 
-- The admin listener is there before the life begins, and closes when it has ended.
+- The operator's listeners are there before the life begins, and close when it has ended.
 - An address that cannot be listened on is one line in the log, and exit 1.
+- A program loads what it runs, and nothing else.
 
 This file must not know the command line.
 """
@@ -11,42 +12,70 @@ This file must not know the command line.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import trio
 
 from tunnel import logs
-from tunnel.agent import Agent
-from tunnel.config import AgentConfig, ClientConfig, Forward, ServerConfig
 from tunnel.errors import first_of
-from tunnel.forwarder import Forwarder
 from tunnel.listen import BindError
-from tunnel.server import Server
 from tunnel.signals import live
+
+if TYPE_CHECKING:
+    from tunnel.config import AdminConfig, AgentConfig, ClientConfig, Forward, ServerConfig
+    from tunnel.operate import Operated
 
 log = logs.get_logger(__name__)
 
 EXIT_CANNOT_START = 1
 
+Live = Callable[[], Awaitable[int]]
+
 
 def run_server(config: ServerConfig) -> int:
     """Run a server as this process's program; the exit code."""
+    from tunnel.desk import ServerDesk
+    from tunnel.server import Server
+
     server = Server(config)
-    return _run(lambda: live(server.life))
+    return _run(_operated(partial(live, server.life), ServerDesk(server), config.admin))
 
 
 def run_agent(config: AgentConfig) -> int:
     """Run an agent as this process's program; the exit code."""
+    from tunnel.agent import Agent
+    from tunnel.desk import AgentDesk
+
     agent = Agent(config)
-    return _run(lambda: live(agent.life, agent.drain, agent.undrain))
+    return _run(_operated(partial(live, agent.life, agent.drain, agent.undrain), AgentDesk(agent), config.admin))
 
 
 def run_forwarder(config: ClientConfig, forwards: Sequence[Forward]) -> int:
     """Run a forwarder as this process's program; the exit code."""
-    forwarder = Forwarder(config, forwards)
-    return _run(lambda: live(forwarder.life))
+    from tunnel.forwarder import Forwarder
+
+    return _run(partial(live, Forwarder(config, forwards).life))
 
 
-def _run(main: Callable[[], Awaitable[int]]) -> int:
+def _operated(live: Live, operated: Operated, config: AdminConfig) -> Live:
+    """The same life, with an operator's interface around it if there is to be one."""
+    if config.listen is None and config.health is None:
+        return live
+    from tunnel.admin.serve import serve
+
+    async def live_operated() -> int:
+        closing = trio.Event()
+        async with trio.open_nursery() as nursery:
+            await nursery.start(serve, operated, config, closing)
+            code = await live()
+            closing.set()
+        return code
+
+    return live_operated
+
+
+def _run(main: Live) -> int:
     code = EXIT_CANNOT_START
     try:
         code = trio.run(main)

@@ -44,6 +44,7 @@ from tunnel.link import Link
 from tunnel.listen import Handler, accept, bind, bound_address
 from tunnel.relay import Switchboard
 from tunnel.stream import TunnelStream
+from tunnel.tally import Traffic
 from tunnel.transport import SocketTransport
 
 log = logs.get_logger(__name__)
@@ -59,6 +60,8 @@ class Server:
         backends: the agents that are linked.
         server_count: how many servers there are in all; see ``set_server_count``.
         life: where it is between start and exit.
+        book: the streams that are open.
+        carried: what links to agents have carried that are not there any more.
         addresses: what is really listened on, by use: ``links``, ``connect``, ``forward``; in the order configured.
     """
 
@@ -75,6 +78,7 @@ class Server:
         self._board = Switchboard()
         self._bridge = Bridge()
         self.book = Book()
+        self.carried = Traffic()
         self._clients = ClientLinks(self.backends, self._bridge, self.book, config.dial_timeout)
         self._links: dict[Link, AcceptingHandshake] = {}
         self._told: set[Link] = set()  # those that were told GOAWAY(soft)
@@ -191,6 +195,11 @@ class Server:
 
     # -- links
 
+    @property
+    def links(self) -> list[Link]:
+        """All whose peer is known, of agents and of clients."""
+        return [link for link in self._links if link.peer is not None]
+
     def _spawn_link(self, handler: Handler, sock: socket.socket) -> bool:
         self.life.background.start_soon(handler, sock)
         return True
@@ -255,6 +264,8 @@ class Server:
         finally:
             del self._links[link]
             self._told.discard(link)
+            if link.peer is not None and link.peer.role != "client":
+                self.carried.add(link.session)
 
     def _linked(self, backend: Backend) -> None:
         """Who linked is known. A client's link serves no dials, and so never becomes a backend."""

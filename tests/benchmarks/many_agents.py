@@ -28,15 +28,17 @@ BURST = 32  # dials in progress at once
 
 
 def start_server(log: Path) -> tuple[subprocess.Popen[bytes], dict[str, int]]:
-    argv = [sys.executable, "-m", "tunnel", "server", "--listen", "127.0.0.1:0", "--connect", "127.0.0.1:0"]
+    uses = ("admin", "listen", "connect")
+    flags = [word for use in uses for word in (f"--{use}", "127.0.0.1:0")]
     with log.open("wb") as file:
-        server = subprocess.Popen([*argv, "--log-format", "json"], stderr=file)
-    ports: dict[str, int] = {}
-    while len(ports) < 2:
+        argv = [sys.executable, "-m", "tunnel", "server", *flags, "--log-format", "json"]
+        server = subprocess.Popen(argv, stderr=file)
+    events: list[dict[str, str]] = []
+    while not any(event["event"] == "ready" for event in events):
         time.sleep(0.05)
         events = [json.loads(line) for line in log.read_text().splitlines()]
-        ports = {event["use"]: int(event["address"].rpartition(":")[2]) for event in events}
-    return server, ports
+    listening = [event for event in events if event["event"] == "listening"]
+    return server, {event["use"]: int(event["address"].rpartition(":")[2]) for event in listening}
 
 
 def memory(pid: int) -> int:
@@ -84,7 +86,7 @@ async def main(count: int, dials: int, log: Path) -> None:
         nursery.cancel_scope.cancel()
     server.terminate()
     server.wait()
-    served = Counter(agent.served for agent in agents)
+    served = Counter(agent.dials.served for agent in agents)
     times.sort()
     print(f"{count} agents linked in {linked:.2f} s; {each / 1024:.1f} KiB each in the server")
     print(f"{dials} dials in {took:.2f} s, {BURST} at once; median {times[len(times) // 2] * 1000:.1f} ms")

@@ -65,6 +65,8 @@ def needs(name: str) -> str:
 class Program:
     """One of our own programs, started as people start it; its log is read while it comes.
 
+    Operators talk to it on a port that the system chooses, unless the arguments say otherwise.
+
     Attributes:
         log: the events so far.
         noise: lines on stderr that are no events.
@@ -73,6 +75,8 @@ class Program:
     def __init__(self, *arguments: str) -> None:
         self.log: list[Event] = []
         self.noise: list[str] = []
+        if arguments[0] in ("server", "agent") and "--admin" not in arguments:
+            arguments = (*arguments, "--admin", "127.0.0.1:0")
         self._name = " ".join(arguments)
         self._news = threading.Condition()
         self._process = subprocess.Popen(
