@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 import trio
@@ -33,12 +33,15 @@ from trio.testing import wait_all_tasks_blocked
 from tunnel import agent as agent_module
 from tunnel.address import Target
 from tunnel.agent import Agent
+from tunnel.client import Client
 from tunnel.config import AgentConfig, Limits, Timeouts
 from tunnel.connect import Connector
+from tunnel.errors import AddressError, Refused, StreamReset
 from tunnel.frames import Close, Decoder, DialReq, DialRsp, Drain, DrainAck, Hello, Packet
 from tunnel.handshake import Identity, welcome
 from tunnel.http_connect import ESTABLISHED
 from tunnel.lifecycle import Phase
+from tunnel.stream import TunnelStream
 
 
 @pytest.fixture
@@ -489,3 +492,158 @@ async def test_bytes_behind_the_head_go_out_in_frames_that_the_agent_takes(house
     await stream.send_all(head(service.target) + words)
     await expect(stream, ESTABLISHED)
     assert await receive_exactly(stream, len(words)) == words
+
+
+# -- services of its own
+
+
+Talks = Callable[[trio.abc.HalfCloseableStream], Awaitable[None]]
+
+
+async def _echo_here(stream: trio.abc.HalfCloseableStream) -> None:
+    async for data in stream:
+        await stream.send_all(data)
+
+
+@pytest.fixture
+async def client(house: House) -> AsyncIterator[Client]:
+    """A client, and no agent yet."""
+    await house.serve()
+    async with house.client() as client:
+        yield client
+
+
+async def _reset_of(stream: TunnelStream) -> str:
+    """The code, when it has been reset."""
+    with pytest.raises(trio.BrokenResourceError) as caught:
+        await stream.wait_ended()
+    assert isinstance(caught.value.__cause__, StreamReset)
+    return caught.value.__cause__.code
+
+
+async def test_a_service_talks_to_clients_through_the_tunnel(house: House, client: Client) -> None:
+    agent = await house.agent(services={"svc.internal:7": _echo_here})
+    stream = await client.dial("svc.internal", 7)
+    assert await talks(stream)
+    await stream.send_eof()
+    assert await receive_all(stream) == b""
+    await agent.life.open.wait_value(0)
+    assert agent.served == 1
+
+
+async def test_a_service_talks_to_clients_of_connect(house: House, client: Client) -> None:
+    await house.agent(services={"svc.internal:7": _echo_here})
+    assert await talks(await house.connect("svc.internal:7"))
+
+
+async def test_each_service_is_reached_by_its_own_target(house: House, client: Client) -> None:
+    def say(word: bytes) -> Talks:
+        return lambda stream: stream.send_all(word)
+
+    await house.agent(services={"a.internal:1": say(b"a1"), "a.internal:2": say(b"a2"), "b.internal:1": say(b"b1")})
+    for host, port, word in (("a.internal", 1, b"a1"), ("A.internal.", 2, b"a2"), ("b.internal", 1, b"b1")):
+        assert await receive_all(await client.dial(host, port)) == word
+
+
+async def test_an_agent_with_services_refuses_other_targets_and_connects_nowhere(house: House, client: Client) -> None:
+    elsewhere = await house.service(echo)
+    agent = await house.agent(services={"svc.internal:7": _echo_here})
+    with pytest.raises(Refused, match="this agent has no such service"):
+        await client.dial(elsewhere.target.host, elsewhere.target.port)
+    assert (elsewhere.opened.value, agent.served) == (0, 0)
+
+
+async def test_an_agent_with_no_services_at_all_refuses_every_target(house: House, client: Client) -> None:
+    await house.agent(services={})
+    with pytest.raises(Refused):
+        await client.dial("svc.internal", 7)
+
+
+@pytest.mark.parametrize("key", ["svc.internal", "svc.internal:0", ":7", "a b:7", "::1:7"])
+def test_a_service_at_what_is_no_target_is_an_address_error(key: str) -> None:
+    with pytest.raises(AddressError):
+        Agent(AgentConfig((Target("x", 1),), "one"), {key: _echo_here})
+
+
+async def test_a_service_that_returns_ends_its_direction_after_what_it_sent(house: House, client: Client) -> None:
+    async def say_and_return(stream: trio.abc.HalfCloseableStream) -> None:
+        await stream.send_all(bytes(300_000))
+
+    await house.agent(services={"svc.internal:7": say_and_return})
+    stream = await client.dial("svc.internal", 7)
+    assert await receive_all(stream) == bytes(300_000)
+    await stream.send_eof()
+    await stream.wait_ended()
+
+
+@pytest.mark.parametrize("error", [ValueError("oops"), Refused("oops"), AddressError("oops")], ids=repr)
+async def test_a_service_that_fails_is_a_reset_for_its_client_and_a_fault_in_the_log(
+    house: House, client: Client, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    async def fail(stream: trio.abc.HalfCloseableStream) -> None:
+        await stream.receive_some()
+        raise error
+
+    await house.agent(services={"svc.internal:7": fail, "echo.internal:7": _echo_here})
+    stream = await client.dial("svc.internal", 7)
+    await stream.send_all(b"x")
+    code = await _reset_of(stream)
+    survived = await talks(await client.dial("echo.internal", 7))
+    faults = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    caplog.clear()
+    assert (code, survived) == ("reset", True)
+    assert ["fault in a connection" in record.getMessage() for record in faults] == [True]
+
+
+async def test_a_service_in_a_nursery_whose_stream_is_reset_is_no_fault(house: House, client: Client) -> None:
+    async def talk(stream: trio.abc.HalfCloseableStream) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_echo_here, stream)
+            nursery.start_soon(trio.sleep_forever)
+
+    agent = await house.agent(services={"svc.internal:7": talk})
+    stream = await client.dial("svc.internal", 7)
+    assert await talks(stream)
+    stream.reset("reset", "gone")
+    await agent.life.open.wait_value(0)
+
+
+async def test_a_service_whose_own_connection_breaks_is_a_reset_and_no_end(house: House, client: Client) -> None:
+    """It may have been carrying bytes from there: a client must not take what it got for all there is."""
+
+    async def carry(stream: trio.abc.HalfCloseableStream) -> None:
+        await stream.send_all(b"the first half")
+        raise trio.BrokenResourceError("the connection behind this service broke")
+
+    await house.agent(services={"svc.internal:7": carry})
+    stream = await client.dial("svc.internal", 7)
+    with pytest.raises(trio.BrokenResourceError):
+        await receive_all(stream)
+
+
+async def test_a_service_may_close_its_stream_itself(house: House, client: Client) -> None:
+    async def talk(stream: trio.abc.HalfCloseableStream) -> None:
+        async with stream:
+            await stream.send_all(b"bye")
+
+    await house.agent(services={"svc.internal:7": talk})
+    assert await receive_all(await client.dial("svc.internal", 7)) == b"bye"
+
+
+async def test_a_service_of_an_agent_that_is_cut_is_a_reset_for_its_client(house: House, client: Client) -> None:
+    agent = await house.agent(services={"svc.internal:7": _echo_here})
+    stream = await client.dial("svc.internal", 7)
+    assert await talks(stream)
+    agent.life.cut()
+    await _reset_of(stream)
+
+
+async def test_a_leaving_agent_waits_for_its_services(house: House, client: Client) -> None:
+    agent = await house.agent(services={"svc.internal:7": _echo_here})
+    stream = await client.dial("svc.internal", 7)
+    agent.life.leave()
+    await agent.life.phase.wait_value(Phase.LEAVING)
+    assert await talks(stream)
+    await stream.send_eof()
+    assert await receive_all(stream) == b""
+    assert await ended(agent) == 0

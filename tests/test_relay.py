@@ -28,7 +28,8 @@ Carry = Callable[[socket.socket, TunnelStream, bytes], Awaitable[None]]
 Broken = Callable[[BaseException], bool]
 MIB = 1 << 20
 _LIMITS = Limits()
-KINDS = ["epoll", "selector", "pump"] if hasattr(selectors, "EpollSelector") else ["selector", "pump"]
+PUMPS = ["pump", "pump-tasks"]  # a plain socket, which goes through a switchboard; and what has no socket to give
+KINDS = ["epoll", "selector", *PUMPS] if hasattr(selectors, "EpollSelector") else ["selector", *PUMPS]
 
 
 class Side:
@@ -69,16 +70,25 @@ class Relay:
     """Connections over one link, all carried in one way."""
 
     def __init__(
-        self, links: LinkPair, boards: list[Switchboard], nursery: trio.Nursery, tcp_pair: TcpPair, buffers: int | None
+        self,
+        links: LinkPair,
+        way: str,
+        boards: list[Switchboard],
+        nursery: trio.Nursery,
+        tcp_pair: TcpPair,
+        buffers: int | None,
     ) -> None:
         self.links = links
         self.boards = boards
+        self.way = way
         self._nursery = nursery
         self._tcp_pair = tcp_pair
         self._buffers = buffers
 
     def carry(self, index: int) -> Carry:
         async def pumped(sock: socket.socket, stream: TunnelStream, early: bytes) -> None:
+            if self.way == "pump-tasks":
+                stream._attach()
             await pump(_as_stream(sock), stream, early)
 
         return self.boards[index].join if self.boards else pumped
@@ -120,10 +130,10 @@ def way(request: pytest.FixtureRequest) -> str:
 def make_relay(make_links: MakeLinks, nursery: trio.Nursery, tcp_pair: TcpPair) -> MakeRelay:
     async def make(way: str, *, buffers: int | None = None, limits: Limits = _LIMITS) -> Relay:
         links = await make_links("sockets", buffers=buffers, limits=limits)
-        boards = [] if way == "pump" else [_board(way), _board(way)]
+        boards = [] if way in PUMPS else [_board(way), _board(way)]
         for board in boards:
             await nursery.start(board.run)
-        return Relay(links, boards, nursery, tcp_pair, buffers)
+        return Relay(links, way, boards, nursery, tcp_pair, buffers)
 
     return make
 

@@ -36,7 +36,7 @@ from tunnel.config import (
     parse_duration,
     parse_strategies,
 )
-from tunnel.errors import ConfigError
+from tunnel.errors import ConfigError, first_of
 
 _DEFAULTS = ServerConfig()
 
@@ -65,8 +65,10 @@ class Program(click.Group):
             return super().invoke(ctx)
         except ConfigError as error:
             raise click.UsageError(str(error)) from error
-        except KeyboardInterrupt:
-            raise SystemExit(130) from None
+        except BaseException as error:
+            if isinstance(first_of(error), KeyboardInterrupt):  # out of trio it may come in a group
+                raise SystemExit(130) from None
+            raise
 
 
 def _defaults_from_file(path: str) -> dict[str, dict[str, Any]]:

@@ -464,12 +464,31 @@ class Switchboard:
         self._flush()
 
 
+_board: trio.lowlevel.RunVar[Switchboard] = trio.lowlevel.RunVar("tunnel.relay")
+
+
+def _shared_board() -> Switchboard:
+    """The switchboard of this run of trio, for sockets whose process has no other."""
+    try:
+        return _board.get()
+    except LookupError:
+        board = Switchboard()
+        _board.set(board)
+        trio.lowlevel.spawn_system_task(board.run)
+        return board
+
+
 async def pump(local: trio.abc.HalfCloseableStream, stream: TunnelStream, early: bytes = b"") -> None:
     """What ``Switchboard.join`` does, for a local connection that is any half-closeable trio stream.
 
     Raises:
         StreamReset: one of the two was reset, and so is the other now.
     """
+    if isinstance(local, trio.SocketStream) and not stream.used:
+        with socket.socket(fileno=local.socket.detach()) as sock:
+            sock.setblocking(False)
+            await _shared_board().join(sock, stream, early)
+        return
     failure: StreamReset | None = None
 
     async def copy(source: trio.abc.ReceiveStream, sink: trio.abc.HalfCloseableStream, first: bytes = b"") -> None:
