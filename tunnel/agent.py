@@ -208,14 +208,16 @@ class Agent:
         """One stream, from its DIAL_REQ to the end of both directions."""
         try:
             target = Target(request.host, request.port)
-            if self._services is not None:
-                await self._serve_here(stream, target, self._services)
-            else:
+            if self._services is None:
                 await self._serve_there(stream, target, request.ms / 1000)
+                return
+            service = self._service_at(target, self._services)
         except AddressError as error:
             self._refuse(stream, request, DialProtocolError(str(error)))
         except DialError as error:
             self._refuse(stream, request, error)
+        else:
+            await self._serve_here(stream, service)
 
     def _refuse(self, stream: TunnelStream, request: DialReq, error: DialError) -> None:
         if stream.core.state is State.DIALLING:  # still wanted
@@ -237,11 +239,14 @@ class Agent:
             self.served += 1
             await self._carry(stream, sock)
 
-    async def _serve_here(self, stream: TunnelStream, target: Target, services: Mapping[Target, Service]) -> None:
-        """Have a service of this process talk on the stream."""
+    def _service_at(self, target: Target, services: Mapping[Target, Service]) -> Service:
         service = services.get(target)
         if service is None:
             raise Refused(f"{target}: this agent has no such service")
+        return service
+
+    async def _serve_here(self, stream: TunnelStream, service: Service) -> None:
+        """Have a service of this process talk on the stream."""
         stream.core.accept()
         stream.outlet.flush()
         self.served += 1
@@ -262,7 +267,8 @@ class Agent:
 async def _talk(service: Service, stream: TunnelStream) -> None:
     try:
         await service(stream)
-    except* trio.BrokenResourceError as group:
+    except* trio.BrokenResourceError as group:  # the stream, or what the service carried from elsewhere
+        stream.reset("reset", f"service: {first_of(group)}")
         log.debug("stream reset", stream=stream.core.id, cause=first_of(group))
 
 
