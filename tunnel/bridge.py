@@ -60,7 +60,7 @@ class _End:
 
     def onward(self, packet: Credit | Ping | Pong) -> None:
         """Hand the packet to the stream's real end."""
-        if self.other.session.clogged:
+        if self.other.session.crowded:
             self.span.give_up("protocol", "the next link does not take what comes for it")
         elif isinstance(packet, Credit):
             self.other.give_credit(packet.amount)

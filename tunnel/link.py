@@ -160,7 +160,7 @@ class Link:
                     nursery.start_soon(self._guard, self._write)
                     await self._greet()
                     task_status.started(self)
-                    await self._keep_alive()
+                    await self._guard(self._keep_alive)
         finally:
             with trio.move_on_after(2 * _GOODBYE, shield=True):  # it bounds itself to less
                 await self._bury()

@@ -295,6 +295,7 @@ class Stream:
         """For the session."""
         if self.state not in _MAY_RECEIVE:
             raise RemoteProtocolError(f"EOF for stream {self.id}, which is {self.state.name}")
+        self.session.look_away(self)
         if self.state is State.OPEN:
             self.state = State.REMOTE_EOF
         else:
@@ -457,8 +458,7 @@ class Session:
         """For a stream that closed."""
         if self._streams.pop(stream.id, None) is not None:
             self._spare += stream.grown
-            if self.probed is stream:
-                self.probed = None
+            self.look_away(stream)
             self._on_streams(len(self._streams))
 
     # -- what is to be sent
@@ -525,6 +525,11 @@ class Session:
         """Whether more control packets wait for the peer than it should leave unread."""
         return self._control_size > _MAX_CONTROL
 
+    @property
+    def crowded(self) -> bool:
+        """Whether so much waits that what comes from other links should stop: only this peer's own may end its link."""
+        return self._control_size * 2 > _MAX_CONTROL
+
     def _check_control(self) -> None:
         """Who sends what has to be answered must read the answers."""
         if self.clogged:
@@ -570,6 +575,11 @@ class Session:
         if self.probed is None and self._spare and stream.window < self._most_window:
             self.probed, self.probed_left = stream, left
             self.send_control(Ping(stream.id, _PROBE))
+
+    def look_away(self, stream: Stream) -> None:
+        """For a stream to which no byte will come any more: another one may be probed."""
+        if self.probed is stream:
+            self.probed = None
 
     def _receive_pong(self, packet: Pong) -> None:
         stream = self._streams.get(packet.stream)
