@@ -33,8 +33,22 @@ from tunnel import server as server_module
 from tunnel import session as session_module
 from tunnel.config import Limits, Timeouts
 from tunnel.connect import Connector
-from tunnel.errors import DialError, Refused, StreamReset
-from tunnel.frames import VERSION, Close, Credit, Decoder, DialReq, DialRsp, Eof, Hello, Packet, Ping, Pong, data_header
+from tunnel.errors import CUT, DialError, Refused, StreamReset
+from tunnel.frames import (
+    VERSION,
+    Close,
+    Credit,
+    Decoder,
+    DialReq,
+    DialRsp,
+    Eof,
+    GoAway,
+    Hello,
+    Packet,
+    Ping,
+    Pong,
+    data_header,
+)
 from tunnel.handshake import DiallingHandshake, Identity
 from tunnel.link import Link, refuse_dials
 from tunnel.server import Server
@@ -689,7 +703,8 @@ async def test_a_server_that_is_cut_gives_up_what_a_lost_client_had_sent(memory:
     raw, _ = await _sent_and_lost(memory)
     memory.server.life.cut()
     await wait_all_tasks_blocked()
-    assert await raw.next() == Close(1, "cancelled", "the server was stopped")
+    assert await raw.next() == GoAway("soft", 25_000)
+    assert await raw.next() == Close(1, CUT, "the server is leaving, and the time is over")
 
 
 async def test_what_a_client_sent_and_ended_is_delivered_when_it_is_lost_over_sockets(loopback: Tunnel) -> None:

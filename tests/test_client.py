@@ -44,7 +44,6 @@ from tunnel.errors import (
     NoBackend,
     NoServer,
     Refused,
-    RefusedDraining,
     StreamReset,
     Unreachable,
 )
@@ -484,7 +483,7 @@ async def test_a_dial_reaches_the_agent_it_names_and_no_other(
     two = await house.agent("two")
     for _ in range(5):
         await client.dial(echoes.target.host, echoes.target.port, agent=name)
-    assert (agent.served, two.served) == ((5, 0) if name == "one" else (0, 5))
+    assert (agent.dials.served, two.dials.served) == ((5, 0) if name == "one" else (0, 5))
 
 
 async def test_an_agent_that_nobody_is_called_is_no_backend(client: Client, echoes: Service) -> None:
@@ -887,8 +886,8 @@ async def test_a_server_that_leaves_takes_no_new_dial_and_finishes_what_runs(
 ) -> None:
     stream = await dial(client, echoes.target)
     house.server.life.leave()
-    await house.server.life.phase.wait_value(Phase.LEAVING)
-    with pytest.raises(RefusedDraining, match="the server is leaving"):
+    await house.server.life.phase.wait_value(Phase.DRAINING)
+    with pytest.raises(NoServer, match="the server is leaving"):  # no other one is known
         await dial(client, echoes.target)
     assert await talks(stream)
     await stream.send_eof()
@@ -909,7 +908,7 @@ async def test_a_dial_that_is_pending_when_a_server_begins_to_leave_is_served(
         nursery.start_soon(ask)
         await held.arrived.wait_value(1)
         house.server.life.leave()
-        await house.server.life.phase.wait_value(Phase.LEAVING)
+        await house.server.life.phase.wait_value(Phase.DRAINING)
         held.open.set()
     await house.server.life.phase.wait_value(Phase.EXIT)
 
