@@ -703,7 +703,7 @@ async def test_a_server_that_is_cut_gives_up_what_a_lost_client_had_sent(memory:
     raw, _ = await _sent_and_lost(memory)
     memory.server.life.cut()
     await wait_all_tasks_blocked()
-    assert await raw.next() == GoAway("soft", 25_000)
+    assert isinstance(await raw.next(), GoAway)
     assert await raw.next() == Close(1, CUT, "the server is leaving, and the time is over")
 
 
