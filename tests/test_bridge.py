@@ -404,8 +404,8 @@ async def test_a_target_that_resets_as_it_answers_is_a_reset(tunnel: Tunnel) -> 
 async def test_a_server_that_is_cut_resets_both_ends(tunnel: Tunnel) -> None:
     near, far = await tunnel.open()
     tunnel.server.life.cut()
-    assert await reset_of(near) == ("cancelled", "the server was stopped")
-    assert await reset_of(far) == ("cancelled", "the server was stopped")
+    assert await reset_of(near) == (CUT, "the server is leaving, and the time is over")
+    assert await reset_of(far) == (CUT, "the server is leaving, and the time is over")
 
 
 @pytest.mark.parametrize("clogged", [True, False])

@@ -181,6 +181,7 @@ class Lifecycle:
         """Begin to leave. No effect when that has begun."""
         if not self.leaving:
             self.exit_code = exit_code
+            self._began = trio.current_time()
             self._leaving.set()
 
     def cut(self) -> None:
@@ -233,7 +234,6 @@ class Lifecycle:
 
     async def _leave(self) -> None:
         await self._leaving.wait()
-        self._began = trio.current_time()
         with self._patience:
             await self._wind_down()
         self.accepting.cancel_scope.cancel()
