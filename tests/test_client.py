@@ -30,7 +30,7 @@ from tunnel import client as client_module
 from tunnel.address import Target
 from tunnel.agent import Agent
 from tunnel.client import Client, open_client
-from tunnel.config import ClientConfig
+from tunnel.config import ClientConfig, Limits
 from tunnel.connect import Connector
 from tunnel.errors import (
     AddressError,
@@ -47,12 +47,14 @@ from tunnel.errors import (
     StreamReset,
     Unreachable,
 )
-from tunnel.handshake import DiallingHandshake
+from tunnel.frames import Close, Decoder, DialReq, DialRsp, Eof, Packet
+from tunnel.handshake import DiallingHandshake, Identity, welcome
 from tunnel.lifecycle import Phase
 from tunnel.link import Link
 from tunnel.stream import TunnelStream
 
 HELD = "held.test"
+MIB = 1024 * 1024
 
 
 @pytest.fixture
@@ -208,6 +210,24 @@ async def test_a_dial_whose_agent_is_lost_is_not_asked_for_again_over_a_new_link
         await held.arrived.wait_value(1)
         house.kill(agent)
     assert (held.arrived.value, len(house.client_links())) == (1, 1)
+
+
+async def test_a_dial_whose_agents_are_lost_one_after_the_other_says_so(
+    house: House, held: Held, agent: Agent, client: Client
+) -> None:
+    agents = {"one": agent, "two": await house.agent("two")}
+    async with trio.open_nursery() as nursery:
+
+        async def ask() -> None:
+            with pytest.raises(LinkLost):
+                await client.dial(HELD, 80)
+
+        nursery.start_soon(ask)
+        for time in (1, 2):
+            await held.arrived.wait_value(time)
+            (asked,) = [name for name, agent in agents.items() if agent.life.open.value]
+            house.kill(agents.pop(asked))
+    assert (held.arrived.value, len(house.client_links())) == (2, 1)
 
 
 async def test_a_client_says_what_it_is_called(house: House, agent: Agent) -> None:
@@ -703,10 +723,92 @@ async def test_what_was_sent_and_closed_arrives_although_the_client_leaves_at_on
 
     service = await house.service(count)
     async with house.client() as client, await dial(client, service.target) as stream:
-        await stream.send_all(bytes(8 * 1024 * 1024))
+        await stream.send_all(bytes(8 * MIB))
     await service.opened.wait_value(1)
     await service.open.wait_value(0)
-    assert sizes == [8 * 1024 * 1024]
+    assert sizes == [8 * MIB]
+
+
+class SlowServer:
+    """A server made of frames that takes one link and one dial on it, and then reads nothing until it is told to.
+
+    Attributes:
+        dialled: set when it has answered the dial.
+        received: bytes of DATA.
+    """
+
+    def __init__(self, listener: trio.SocketListener) -> None:
+        self.address = f"127.0.0.1:{listener.socket.getsockname()[1]}"
+        self.dialled = trio.Event()
+        self.received = 0
+        self._listener = listener
+        self._packets: list[Packet] = []
+        self._decoder = Decoder(Limits().body, self._packets.append, self._count)
+
+    async def run(self) -> None:
+        self._stream = await self._listener.accept()
+        await self._next()
+        await self._stream.send_all(welcome(Identity("server", "slow"), 1).encode())
+        dial = await self._next()
+        assert isinstance(dial, DialReq)
+        await self._stream.send_all(DialRsp(dial.stream, "ok", "", 16 * MIB).encode())
+        self.dialled.set()
+
+    async def _next(self) -> Packet:
+        while not self._packets:
+            self._decoder.feed(await self._stream.receive_some())
+        return self._packets.pop(0)
+
+    async def rest(self) -> list[Packet]:
+        """Everything to the end of the connection, but for DATA."""
+        async with self._stream:
+            async for data in self._stream:
+                self._decoder.feed(data)
+        return self._packets
+
+    def _count(self, stream: int, data: memoryview) -> None:
+        self.received += len(data)
+
+
+@pytest.fixture
+async def slow(nursery: trio.Nursery) -> AsyncIterator[SlowServer]:
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    listener.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
+    async with listener:
+        server = SlowServer(listener)
+        nursery.start_soon(server.run)
+        yield server
+
+
+async def test_a_client_leaves_when_all_that_was_sent_has_gone_and_says_so(
+    slow: SlowServer, nursery: trio.Nursery
+) -> None:
+    left = trio.Event()
+
+    async def visit() -> None:
+        limits = Limits(high_water=1 << 30)
+        async with open_client(slow.address, limits=limits) as client, await client.dial("x", 1) as stream:
+            await stream.send_all(bytes(8 * MIB))
+        left.set()
+
+    nursery.start_soon(visit)
+    await slow.dialled.wait()
+    await wait_all_tasks_blocked()
+    assert not left.is_set()
+    assert await slow.rest() == [Eof(1), Close(0, "leaving", "the client is leaving")]
+    assert slow.received == 8 * MIB
+    await left.wait()
+
+
+async def test_a_client_that_is_about_to_end_dials_no_more(slow: SlowServer, nursery: trio.Nursery) -> None:
+    async with open_client(slow.address, limits=Limits(high_water=1 << 30)) as client:
+        async with await client.dial("x", 1) as stream:
+            await stream.send_all(bytes(8 * MIB))
+        nursery.start_soon(client.aclose)
+        await wait_all_tasks_blocked()
+        with pytest.raises(trio.ClosedResourceError):
+            await client.dial("x", 1)
+        await slow.rest()
 
 
 async def test_a_target_hears_the_end_of_what_a_client_that_left_had_sent(house: House, agent: Agent) -> None:
