@@ -104,6 +104,8 @@ class Client:
             with trio.move_on_after(self.config.timeouts.shutdown):
                 await self.settle()
         finally:
+            with trio.move_on_after(_GOODBYE, shield=True):
+                await self.settle()
             await self.leave()
             with trio.CancelScope(shield=True):  # bounded by what a link's end takes
                 await self._running.wait()

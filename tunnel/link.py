@@ -356,6 +356,8 @@ class Link:
         """
         if self.why is not None:
             raise LinkLost(str(self.why))
+        if self.session.crowded:
+            raise LinkLost("the link does not take what comes for it")
         task = trio.lowlevel.current_task()
         answer: list[DialError | None] = []
 

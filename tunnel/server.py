@@ -74,8 +74,8 @@ class Server:
         self.life = Lifecycle(self, config.timeouts.shutdown)
         self.addresses: dict[str, list[ListenAddress]] = {"links": [], "connect": [], "forward": []}
         self._board = Switchboard()
-        self._bridge = Bridge()
-        self._clients = ClientLinks(self.backends, self._bridge, config.dial_timeout)
+        self._bridge = Bridge(config.limits.window)
+        self._clients = ClientLinks(self.backends, self._bridge, config.dial_timeout, config.limits.window)
         self._links: dict[Link, AcceptingHandshake] = {}
         self._told: set[Link] = set()  # those that were told GOAWAY(soft)
         self._unacked: dict[Link, trio.Event] = {}  # those that owe an ack of GOAWAY(final)

@@ -56,6 +56,7 @@ _REMEMBERED = 1024  # ids for which a CLOSE was sent lately: their late DATA nee
 _MAX_CREDIT = 1 << 31
 _MAX_CONTROL = 4 * 1024 * 1024  # bytes of control packets that may wait for a peer that reads nothing
 _PROBE = 0  # the token of a PING that measures a stream
+_PATIENCE = 64  # probes not made because another one's PONG is missing, before that is given up
 
 Frame = tuple[bytes, ...]
 OnAnswer = Callable[[DialError | None], None]
@@ -161,6 +162,11 @@ class Stream:
             raise LocalProtocolError(f"cannot answer {self!r}")
 
     # -- sending
+
+    @property
+    def window_left(self) -> int:
+        """Bytes that the peer may still send now."""
+        return self._window_left
 
     @property
     def may_send(self) -> bool:
@@ -385,6 +391,7 @@ class Session:
         self.most_data = MAX_U32
         self.probed: Stream | None = None  # whose window is being looked at
         self.probed_left = 0  # what its peer may still send without the credit that the PING goes along with
+        self._waited = 0
         self._most_window = most_window
         self._spare = spare
         self.queued = 0
@@ -572,7 +579,10 @@ class Session:
 
     def probe(self, stream: Stream, left: int) -> None:
         """For a stream that returns credit, and whose peer had ``left`` before: is it the window that bounds it?"""
-        if self.probed is None and self._spare and stream.window < self._most_window:
+        self._waited += 1
+        free = self.probed is None or self._waited > _PATIENCE
+        if free and self._spare and stream.window < self._most_window:
+            self._waited = 0
             self.probed, self.probed_left = stream, left
             self.send_control(Ping(stream.id, _PROBE))
 
