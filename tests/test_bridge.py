@@ -33,7 +33,7 @@ from tunnel import server as server_module
 from tunnel import session as session_module
 from tunnel.config import Limits, Timeouts
 from tunnel.connect import Connector
-from tunnel.errors import CUT, DialError, Refused, StreamReset
+from tunnel.errors import CUT, DialError, LinkLost, Refused, StreamReset
 from tunnel.frames import (
     VERSION,
     Close,
@@ -609,6 +609,36 @@ async def test_an_agent_that_a_client_has_clogged_keeps_its_link(memory: Tunnel,
     await raw.send(Ping(0, 2))
     while (packet := await raw.next()) != Pong(0, 2):
         assert packet in (Ping(1, 1), Close(1, "protocol", "the next link does not take what comes for it"))
+
+
+async def test_a_dial_over_a_link_that_takes_nothing_fails_and_the_link_lives(
+    memory: Tunnel, little_control: int
+) -> None:
+    raw, of_raw, near = await _stuck_agent(memory)
+    while not of_raw.session.crowded:
+        of_raw.session.send_control(Ping(0, 3))
+    with pytest.raises(LinkLost, match="does not take what comes for it"):
+        await of_raw.dial("raw", 7, ms=1000)
+    await raw.send(Ping(0, 2))
+    while await raw.next() != Pong(0, 2):
+        pass
+    assert of_raw.why is None
+
+
+async def test_a_client_that_gives_more_credit_than_a_window_is_reset(tunnel: Tunnel) -> None:
+    """Or it could read nothing, and have the server keep whatever the target sends."""
+    near, far = await tunnel.open()
+    near.core.session.send_control(Credit(near.core.id, Limits().window))
+    near.outlet.flush()
+    assert await reset_of(near) == ("protocol", f"credit for more than {Limits().window} bytes")
+    assert (await reset_of(far))[0] == "protocol"
+
+
+async def test_a_client_that_takes_more_than_a_window_unasked_is_refused(tunnel: Tunnel) -> None:
+    too_much = Limits().window + 1
+    with pytest.raises(DialError, match=f"a window of {too_much} bytes") as caught:
+        await tunnel.client.dial("service", 7, ms=1000, window=too_much)
+    assert caught.value.code == "protocol"
 
 
 # -- links that are lost

@@ -800,6 +800,24 @@ async def test_a_client_leaves_when_all_that_was_sent_has_gone_and_says_so(
     await left.wait()
 
 
+async def test_a_client_that_is_cancelled_still_sends_what_was_closed(slow: SlowServer, nursery: trio.Nursery) -> None:
+    visiting = trio.CancelScope()
+
+    async def visit() -> None:
+        with visiting:
+            async with open_client(slow.address, limits=Limits(high_water=1 << 30)) as client:
+                async with await client.dial("x", 1) as stream:
+                    await stream.send_all(bytes(8 * MIB))
+                await trio.sleep_forever()
+
+    nursery.start_soon(visit)
+    await slow.dialled.wait()
+    await wait_all_tasks_blocked()
+    visiting.cancel()
+    assert await slow.rest() == [Eof(1), Close(0, "leaving", "the client is leaving")]
+    assert slow.received == 8 * MIB
+
+
 async def test_a_client_that_is_about_to_end_dials_no_more(slow: SlowServer, nursery: trio.Nursery) -> None:
     async with open_client(slow.address, limits=Limits(high_water=1 << 30)) as client:
         async with await client.dial("x", 1) as stream:

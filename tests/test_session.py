@@ -1602,3 +1602,17 @@ def test_own_and_passing_bytes_are_exact_whatever_happens(
 
 
 def _nowhere(packet: Packet) -> None: ...
+
+
+def test_a_probe_that_is_never_answered_makes_way_in_the_end() -> None:
+    side, stream = _growing()
+    side.receive(DialReq(2, "x", 1, WINDOW, 1, {}))
+    other = side.dialled[1][0]
+    other.accept()
+    stream.consumed(WINDOW // 2)
+    probes: list[Ping] = []
+    for _ in range(100):
+        side.session.receive_data(2, memoryview(bytes(WINDOW // 2)))
+        other.consumed(WINDOW // 2)
+        probes += [packet for packet in side.takes() if isinstance(packet, Ping)]
+    assert probes[:2] == [Ping(1, 0), Ping(2, 0)]
