@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import tunnel
-from tunnel import cli
+from tunnel import cli, early
 from tunnel.address import Identifier, ListenAddress, Target
 from tunnel.config import AgentConfig, Claims, ClientConfig, Forward, ServerConfig
 from tunnel.errors import ConfigError
@@ -422,3 +422,95 @@ def test_help_does_not_wait_for_heavy_imports() -> None:
     script = "import sys; from tunnel import cli; print({'trio', 'structlog', 'asyncio', 'h11'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+# -- leaving
+
+
+def test_what_a_server_does_when_it_leaves_are_flags(programs: Programs, type_: Type) -> None:
+    config = server(programs, type_("server --shutdown-budget 1m --lame-duck 10s --drain-fallback deny"))
+    assert (config.timeouts.shutdown, config.lame_duck, config.drain_fallback) == (60.0, 10.0, False)
+
+
+def test_what_a_server_does_when_it_leaves_are_variables_too(programs: Programs, type_: Type) -> None:
+    result = type_(
+        "server",
+        TUNNEL_SERVER_SHUTDOWN_BUDGET="1m",
+        TUNNEL_SERVER_LAME_DUCK="10s",
+        TUNNEL_SERVER_DRAIN_FALLBACK="deny",
+    )
+    config = server(programs, result)
+    assert (config.timeouts.shutdown, config.lame_duck, config.drain_fallback) == (60.0, 10.0, False)
+
+
+def test_what_a_server_does_when_it_leaves_may_stand_in_a_file(programs: Programs, type_: Type, tmp_path: Path) -> None:
+    file = tmp_path / "tunnel.toml"
+    file.write_text('[server]\nshutdown-budget = "1m"\nlame-duck = "10s"\ndrain-fallback = "deny"\n')
+    config = server(programs, type_(f"--config {file} server"))
+    assert (config.timeouts.shutdown, config.lame_duck, config.drain_fallback) == (60.0, 10.0, False)
+
+
+def test_what_an_agent_does_when_it_leaves_are_flags(programs: Programs, type_: Type) -> None:
+    config = agent(programs, type_("agent --server a:1 --shutdown-budget 500ms --exit-on-failure"))
+    assert (config.timeouts.shutdown, config.exit_on_failure) == (0.5, True)
+
+
+def test_what_an_agent_does_when_it_leaves_are_variables_too(programs: Programs, type_: Type) -> None:
+    result = type_("agent --server a:1", TUNNEL_AGENT_SHUTDOWN_BUDGET="0s", TUNNEL_AGENT_EXIT_ON_FAILURE="true")
+    config = agent(programs, result)
+    assert (config.timeouts.shutdown, config.exit_on_failure) == (0.0, True)
+
+
+def test_a_forwarder_has_a_budget_too(programs: Programs, type_: Type) -> None:
+    result = type_("forward 5432=db:5432 --server a:1 --shutdown-budget 2s")
+    assert result.exit_code == 0, result.output
+    config = programs.started[0]
+    assert isinstance(config, ClientConfig)
+    assert config.timeouts.shutdown == 2.0
+
+
+@pytest.mark.parametrize("text", ["ten", "-5s", "10 parsecs", "10"])
+@pytest.mark.parametrize("line", ["server", "agent --server a:1", "forward 1=a:1 --server a:1"])
+def test_a_budget_that_is_none_ends_in_exit_2(programs: Programs, type_: Type, line: str, text: str) -> None:
+    result = type_(line, **{f"TUNNEL_{line.split()[0].upper()}_SHUTDOWN_BUDGET": text})
+    assert result.exit_code == 2
+    assert all(word in result.stderr for word in ("--shutdown-budget", repr(text), "500ms, 30s, 5m or 1h"))
+    assert programs.started == []
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("server --lame-duck 26s", ["--lame-duck 26s", "--shutdown-budget 25s"]),
+        ("server --lame-duck 2s --shutdown-budget 1s", ["--lame-duck 2s", "--shutdown-budget 1s"]),
+        ("server --lame-duck long", ["--lame-duck", "'long'", "500ms, 30s, 5m or 1h"]),
+        ("server --drain-fallback maybe", ["--drain-fallback", "'maybe'", "'allow', 'deny'"]),
+    ],
+)
+def test_a_way_to_leave_that_makes_no_sense_ends_in_exit_2(
+    programs: Programs, type_: Type, line: str, words: list[str]
+) -> None:
+    result = type_(line)
+    assert result.exit_code == 2
+    assert all(word in result.stderr for word in words), result.stderr
+    assert programs.started == []
+
+
+@pytest.mark.parametrize("line", ["connect a:1 --server b:1", "demo"])
+def test_a_command_that_takes_no_care_of_signals_lets_them_through(
+    programs: Programs, type_: Type, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    released: list[int] = []
+    monkeypatch.setattr(early, "release", lambda: released.append(len(programs.started)))
+    assert type_(line).exit_code == 0
+    assert released == [0]  # before it started
+
+
+@pytest.mark.parametrize("line", ["server", "agent --server a:1", "forward 1=a:1 --server a:1"])
+def test_a_program_that_lives_under_signals_keeps_them(
+    programs: Programs, type_: Type, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    released: list[None] = []
+    monkeypatch.setattr(early, "release", lambda: released.append(None))
+    assert type_(line).exit_code == 0
+    assert released == []

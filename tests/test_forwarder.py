@@ -173,7 +173,7 @@ async def test_leaving_waits_for_what_is_open_and_takes_nothing_new(echoes: Serv
     async with await call(forwarder) as client:
         assert await talks(client)
         forwarder.life.leave()
-        await forwarder.life.phase.wait_value(Phase.LEAVING)
+        await forwarder.life.phase.wait_value(Phase.DRAINING)
         await wait_all_tasks_blocked()
         with pytest.raises(OSError, match="all attempts to connect"):
             await call(forwarder)

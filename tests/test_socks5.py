@@ -220,7 +220,7 @@ async def asked(monkeypatch: pytest.MonkeyPatch, echoes: Service, agent: tunnel.
     connect = Connector.connect
 
     async def note(connector: Connector, host: str, port: int) -> socket.socket:
-        if connector is not agent._connector:
+        if connector is not agent.dials._connector:
             return await connect(connector, host, port)
         hosts.append(host)
         return await connect(connector, "127.0.0.1", echoes.target.port)

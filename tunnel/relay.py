@@ -216,7 +216,7 @@ class _Joint:
 
     def resume(self) -> None:
         """Read again, after a lack of credit or of room."""
-        if not self.finished and not self.read_done:
+        if not self.finished and not self.read_done and not self.cutting:
             self.watch(reading=True)
             self.readable()
 
@@ -306,7 +306,7 @@ class _Joint:
         if code:
             self.broke(OSError(code, "the connection broke"))
         else:  # closed in both directions, with bytes left to read: do not ask again before there is credit
-            self.board.remove(self)
+            self.board.poller.unregister(self.fd)
             self.mask = -1
 
     def broke(self, error: OSError) -> None:
@@ -408,7 +408,7 @@ class Switchboard:
 
     def remove(self, joint: _Joint) -> None:
         """Do not watch it any more."""
-        if self._joints.pop(joint.fd, None) is not None:
+        if self._joints.pop(joint.fd, None) is not None and joint.mask >= 0:
             self.poller.unregister(joint.fd)
 
     async def join(self, sock: socket.socket, stream: TunnelStream, early: bytes = b"") -> None:

@@ -35,7 +35,7 @@ from tunnel.errors import (
     RemoteProtocolError,
     first_of,
 )
-from tunnel.frames import DialReq, GoAway, GoAwayAck, Packet
+from tunnel.frames import DialReq, GoAway, GoAwayAck, Packet, milliseconds
 from tunnel.frontends import ClientLinks, FrontEnds
 from tunnel.handshake import AcceptingHandshake, Identity, welcome
 from tunnel.lifecycle import Lifecycle, Phase, Slices
@@ -137,7 +137,7 @@ class Server:
     def _tell_go_away(self, link: Link) -> None:
         if link not in self._told and link in self._links:
             self._told.add(link)
-            link.session.send_control(GoAway("soft", int(self.life.remaining * 1000)))
+            link.session.send_control(GoAway("soft", milliseconds(self.life.remaining)))
             link.flush()
 
     async def _reap(self) -> None:
@@ -165,8 +165,8 @@ class Server:
     async def final(self) -> None:
         """See ``lifecycle.Program``."""
         self._unacked = {link: trio.Event() for link in self._links if link.peer is not None}
-        for link in self._unacked:
-            link.session.send_control(GoAway("final", int(self.life.remaining * 1000)))
+        for link in list(self._unacked):  # telling one may find it broken
+            link.session.send_control(GoAway("final", milliseconds(self.life.remaining)))
             link.flush()
         with trio.move_on_after(_FINAL_ACK):
             while self._unacked:
