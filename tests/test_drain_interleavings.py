@@ -6,11 +6,12 @@
 - every dial ends in exactly one way, and in time: a stream, a ``DialError``, or its server was killed or cut it;
 - no dial goes to a draining backend while an active one matches, and none to a final one;
 - whoever leaves is gone within its budget, and half a second;
-- an agent that says DRAINED has nothing open or pending, owes nothing, and is ACTIVE to no server;
+- an agent that says DRAINED has nothing open or pending, and all servers have acknowledged; who has, knows;
 - the pools of a server are what its backends say;
 - when all is quiet, everyone that is alive is linked, and servers know what their agents say of draining;
 - nothing is logged as an error, and nobody breaks a rule of the protocol;
-- ``gentle``: where programs only drain and leave, with time enough, and one agent stays, every dial gets its stream.
+- ``gentle``: where programs only drain and leave, with time enough, and one agent stays, every dial gets its stream,
+  no agent refuses that was active when it was chosen, and none that was linked goes without an answer.
 
 Only the system is replaced: ``Wire`` stands for connected sockets, ``Net`` for listeners and names. Connections from
 clients and to targets are socket pairs. A seed decides delays, the order of tasks, and what is random in the tunnel.
@@ -27,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import trio
@@ -44,8 +45,8 @@ from tunnel.backends import Backend, Backends, Decision
 from tunnel.client import Client
 from tunnel.config import AgentConfig, Claims, ClientConfig, Forward, ServerConfig, Timeouts
 from tunnel.connect import Address, Connector
-from tunnel.drain import DrainPhase
-from tunnel.errors import DialError, Refused, RemoteProtocolError, TunnelError
+from tunnel.drain import AgentDrain, DrainPhase
+from tunnel.errors import DialError, LinkLost, Refused, RefusedDraining, RemoteProtocolError, TunnelError
 from tunnel.lifecycle import Lifecycle, Phase
 from tunnel.link import Link
 from tunnel.listen import Handler, Spawn
@@ -59,10 +60,15 @@ SERVERS = ("s0", "s1")
 LINKS, FRONT = 1, 10  # ports of servers: for links, and the first of those that lead to targets
 AGENTS = ("a0", "a1", "a2")
 CLAIMS = {"a1": Claims((Identifier.parse("host=quick.test"),)), "a2": Claims(priority=1)}
+KNOWN_AS = {  # what a server that has acknowledged takes an agent for; a command marks before the agent knows of it
+    DrainPhase.ACTIVE: (ACTIVE, DRAINING),
+    DrainPhase.SOFT: (DRAINING,),
+    DrainPhase.FINAL: (FINAL,),
+}
 TARGETS = ("quick.test", "slow.test", "silent.test", "refused.test")
 FORWARDS = [*[(target, agent) for target in TARGETS[:2] for agent in (None, "a0")], *((target, None) for target in TARGETS[2:])]
 BUDGETS = (0.0, 0.5, 3.0, 9.0)
-LATENCIES = (0.0, 0.001, 0.02, 0.4)
+LATENCIES = (0.0, 0.001, 0.02, 0.1)
 DIAL_TIMEOUT = 6.0
 QUIET = 27.0  # seconds after which every deadline is over: of dials, of leaving, of silent links and of linking again
 
@@ -308,6 +314,8 @@ class World:
         self.net = net
         self._nursery = nursery
         self._dice = dice
+        self._rolled = -math.inf
+        self.linked: set[Wire] = set()  # the agents' ends of links that were up
         self._open: list[Callable[[], object]] = []  # what ends each stream that a client may have
         self._sockets: list[tuple[Life, socket.socket]] = []
         self.doors = tuple(Target(name, LINKS) for name in SERVERS)
@@ -374,17 +382,18 @@ class World:
         life.life.leave()
 
     def roll(self, name: str) -> None:
-        """A server leaves, if another one will do, and a new one takes its place."""
+        """A server leaves, if another one will do, and a new one takes its place. No dial meets two of those."""
         life = self._server(name)
         others = [server for server in self.servers if server is not life and not server.life.leaving]
-        if life is not None and any(map(self._has_anchor, others)):
+        long_ago = trio.current_time() - self._rolled > DIAL_TIMEOUT
+        if life is not None and long_ago and any(map(self._has_anchor, others)):
+            self._rolled = trio.current_time()
             life.life.leave()
             self._nursery.start_soon(self._follow, life)
 
     def _has_anchor(self, server: Life) -> bool:
         """Whether the first agent is linked to a server."""
-        anchor = server.program.backends.of_instance(self.agents[0].program._instance)
-        return anchor is not None and anchor.state is not GONE
+        return any(server.program.backends.of_instance(life.program._instance) for life in self.agents[:1])
 
     async def _follow(self, life: Life) -> None:
         while life.alive:
@@ -404,6 +413,8 @@ class World:
     # -- draining
 
     def drain(self, agent: Life, reason: str, seconds: float, leave: bool) -> None:
+        if self.gentle and agent is self.agents[0]:
+            leave = False
         agent.program.drain(reason, seconds=seconds, leave=leave)
 
     def undrain(self, agent: Life, reason: str) -> None:
@@ -519,20 +530,20 @@ class World:
             if life.late:
                 self.fault(f"{life.label} leaves late: {life.life!r}")
         for agent in self.agents:
-            self._check_drained(agent)
+            self._check_agent(agent)
         for manager in self.backends:
             self.check_pools(manager)
         assert not self.faults
 
-    def _check_drained(self, life: Life) -> None:
+    def _check_agent(self, life: Life) -> None:
         agent = life.program
-        if agent.state.value is AgentState.DRAINED:
-            left = agent.life.open.value, agent.dials.pending, agent.draining.unacked
-            if any(left):
-                self.fault(f"{life.label} is drained with {left} open, pending, unacked")
+        left = agent.life.open.value, agent.dials.pending, agent.draining.unacked
+        if agent.state.value is AgentState.DRAINED and any(left):
+            self.fault(f"{life.label} is drained with {left} open, pending, unacked")
+        if not agent.draining.unacked:
             for backend in self._backends_of(agent):
-                if backend.state is ACTIVE and wire_of(backend).other.in_use:
-                    self.fault(f"{life.label} is drained, and active to a server")
+                if backend.state not in KNOWN_AS[agent.draining.phase] and wire_of(backend).other.in_use:
+                    self.fault(f"{life.label} is acknowledged to be {agent.draining!r}, and is {backend!r}")
 
     def _backends_of(self, agent: Agent) -> list[Backend]:
         here = (backend for server in self.servers for backend in self.backends[server.program.backends])
@@ -563,6 +574,12 @@ class World:
             self.fault(f"{backend!r} was picked, of {others}")
         elif backend.state not in (ACTIVE, DRAINING):
             self.fault(f"{backend!r} was picked")
+
+    def check_failed(self, decision: Decision, error: DialError) -> None:
+        was_linked = wire_of(decision.backend).other in self.linked
+        lost = isinstance(error, LinkLost) and was_linked
+        if self.gentle and (lost or (isinstance(error, RefusedDraining) and not decision.fallback)):
+            self.fault(f"{decision}: {error!r}")
 
     def check_quiet(self) -> None:
         """What holds when nothing happened for long."""
@@ -599,9 +616,7 @@ def keys_of(backend: Backend) -> Iterator[tuple[str, str, int]]:
 
 
 def wire_of(backend: Backend) -> Wire:
-    wire = backend.link._transport
-    assert isinstance(wire, Wire)
-    return wire
+    return cast(Wire, backend.link._transport)
 
 
 def has_ended(sock: socket.socket) -> bool:
@@ -631,9 +646,9 @@ async def begin(world: World) -> None:
 async def do(world: World, name: str, *args: Any) -> None:
     """One step. A number in the place of something stands for one of those that are there, if there are any."""
     there: dict[str, Sequence[Any]] = {
-        "drain": (agents := world.agents[world.gentle :]),  # the first one stays
-        "undrain": agents,
-        "leave": agents if world.gentle else [*agents, *world.servers],
+        "drain": world.agents,
+        "undrain": world.agents,
+        "leave": world.agents[1:] if world.gentle else [*world.agents, *world.servers],
         "hurry": [life for life in (*world.agents, *world.servers) if life.life.leaving],
         "kill": [*world.agents, *world.servers],
         "cut_link": (wires := [wire for wire in world.net.wires if wire.in_use and wire.other.in_use]),
@@ -694,6 +709,7 @@ async def play_in_trio(steps: Sequence[Step], seed: int, gentle: bool) -> None:
 def watch(world: World, patch: pytest.MonkeyPatch) -> None:
     """Have the world know of dials, picks and backends."""
     add, decide, dial, end = Backends.add, Backends.decide, Server._dial, Link._end
+    dial_through, linked = Backends._dial_through, AgentDrain.linked
 
     def watched_add(manager: Backends, backend: Backend) -> None:
         world.backends[manager].append(backend)
@@ -712,12 +728,25 @@ def watch(world: World, patch: pytest.MonkeyPatch) -> None:
         assert stream is not None
         return stream
 
+    async def watched_dial_through(manager: Backends, decision: Decision, *args: Any) -> TunnelStream:
+        try:
+            return await dial_through(manager, decision, *args)
+        except DialError as error:
+            world.check_failed(decision, error)
+            raise
+
+    def watched_linked(drain: AgentDrain, link: Link, *args: Any) -> None:
+        world.linked.add(cast(Wire, link._transport))
+        linked(drain, link, *args)
+
     def watched_end(link: Link, why: TunnelError) -> None:
         if isinstance(why, RemoteProtocolError):
             world.fault(f"a rule was broken: {why}")
         end(link, why)
 
     patch.setattr(Link, "_end", watched_end)
+    patch.setattr(AgentDrain, "linked", watched_linked)
+    patch.setattr(Backends, "_dial_through", watched_dial_through)
     patch.setattr(Backends, "add", watched_add)
     patch.setattr(Backends, "decide", watched_decide)
     patch.setattr(Server, "_dial", watched_dial)

@@ -670,6 +670,31 @@ async def test_what_had_arrived_is_delivered_before_the_reset_of_a_cut(house: Ho
     assert isinstance(caught.value.__cause__, ConnectionResetError)
 
 
+async def test_a_forwarded_connection_that_is_still_dialled_at_the_cut_is_reset(house: House, held: Held) -> None:
+    """An end without a byte would look like the target's own."""
+    service = await house.service(echo)
+    server = await house.serve(forwards=(forward(through(service.target)),))
+    await house.agent()
+    client = await house.call("forward")
+    await held.arrived.wait_value(1)
+    server.life.cut()
+    assert await ended(server) == 4
+    with pytest.raises(trio.BrokenResourceError):
+        await client.receive_some()
+
+
+async def test_a_connect_that_is_still_dialled_at_the_cut_is_never_taken_for_a_success(
+    house: House, held: Held, echoes: Service
+) -> None:
+    await house.agent()
+    client = await house.ask(through(echoes.target))
+    await held.arrived.wait_value(1)
+    house.server.life.cut()
+    assert await ended(house.server) == 4
+    with suppress(trio.BrokenResourceError):
+        assert not (await receive_all(client)).startswith(b"HTTP/1.1 2")
+
+
 class _FakeSpan:
     """Two bridged streams; says when they were reset."""
 
