@@ -14,7 +14,6 @@ import hmac
 import ipaddress
 import logging
 import signal
-from collections.abc import AsyncIterator
 from functools import partial
 from typing import IO
 
@@ -44,7 +43,7 @@ async def take(local: trio.SocketStream, size: int) -> bytes:
 
 
 async def handshake(local: trio.SocketStream, login: bytes | None) -> tuple[str, int]:
-    """All that is said before the dial; host and port. ``login``: SHA-256 of user and password as framed on the wire."""
+    """All that is said before the dial; host and port. ``login``: SHA-256 of user and password, framed as they come."""
     version, count = await take(local, 2)
     method = 2 if login else 0
     if version != 5 or method not in await take(local, count):
@@ -58,10 +57,8 @@ async def handshake(local: trio.SocketStream, login: bytes | None) -> tuple[str,
             raise Refusal(b"\x01\x01")
         await local.send_all(b"\x01\x00")
     version, command, _, kind = await take(local, 4)
-    if version != 5 or command != 1:
-        raise Refusal(REPLY % 7 if version == 5 else b"")
-    if kind not in SIZES:
-        raise Refusal(REPLY % 8)
+    if version != 5 or command != 1 or kind not in SIZES:
+        raise Refusal(b"" if version != 5 else REPLY % (7 if command != 1 else 8))
     host = await take(local, SIZES[kind] or (await take(local, 1))[0])
     port = int.from_bytes(await take(local, 2))
     return host.decode(errors="replace") if kind == NAME else str(ipaddress.ip_address(host)), port
@@ -103,7 +100,13 @@ async def serve(client: tunnel.Client, login: bytes | None, local: trio.SocketSt
 
 
 async def main(listen: tunnel.ListenAddress, servers: tuple[tunnel.Target, ...], login: bytes | None) -> int:
-    """Serve until a signal, and leave; the exit code."""
+    async def leave() -> None:
+        await anext(signals)
+        accepting.cancel()
+        with trio.move_on_after(GRACE):
+            await anext(signals)
+        connections.cancel_scope.cancel()
+
     try:
         listeners = await trio.open_tcp_listeners(listen.port, host=listen.host)
     except OSError as error:
@@ -112,20 +115,12 @@ async def main(listen: tunnel.ListenAddress, servers: tuple[tunnel.Target, ...],
         async with tunnel.open_client(*map(str, servers)) as client, trio.open_nursery() as background:
             async with trio.open_nursery() as connections:
                 with trio.CancelScope() as accepting:
-                    background.start_soon(leave, signals, accepting, connections.cancel_scope)
+                    background.start_soon(leave)
                     for listener in listeners:
                         click.echo(f"listening on {tunnel.ListenAddress(*listener.socket.getsockname()[:2])}")
                     await trio.serve_listeners(partial(serve, client, login), listeners, handler_nursery=connections)
             background.cancel_scope.cancel()
     return 3 if connections.cancel_scope.cancel_called else 0
-
-
-async def leave(signals: AsyncIterator[int], accepting: trio.CancelScope, connections: trio.CancelScope) -> None:
-    await anext(signals)
-    accepting.cancel()
-    with trio.move_on_after(GRACE):
-        await anext(signals)
-    connections.cancel()
 
 
 @click.command()

@@ -13,8 +13,8 @@ import gc
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any
 
 import h11
@@ -25,10 +25,13 @@ from trio_util import AsyncValue
 
 from tunnel.address import ListenAddress, Target
 from tunnel.agent import Agent
+from tunnel.agent import Service as InProcess
+from tunnel.client import Client, open_client
 from tunnel.config import AgentConfig, Forward, ServerConfig, Timeouts
 from tunnel.connect import Connector
 from tunnel.http_connect import ESTABLISHED
 from tunnel.lifecycle import Phase
+from tunnel.link import Link
 from tunnel.server import Server
 
 LOOPBACK = ListenAddress("127.0.0.1", 0)
@@ -144,11 +147,11 @@ class House:
         await self.nursery.start(self._run, self.server)
         return self.server
 
-    async def agent(self, name: str = "one", **config: Any) -> Agent:
+    async def agent(self, name: str = "one", services: Mapping[str, InProcess] | None = None, **config: Any) -> Agent:
         """Start an agent, and wait until it is linked to the server."""
         links = self.server.addresses["links"][0]
         defaults = {"servers": (Target(links.host, links.port),), "name": name, "timeouts": PROMPT}
-        agent = Agent(AgentConfig(**{**defaults, **config}))
+        agent = Agent(AgentConfig(**{**defaults, **config}), services)
         await self.nursery.start(self._run, agent)
         await agent.linked.wait()
         return agent
@@ -197,6 +200,14 @@ class House:
         stream = await self.ask(target, *headers)
         await expect(stream, ESTABLISHED)
         return stream
+
+    def client(self, **config: Any) -> AbstractAsyncContextManager[Client]:
+        """A client of the server, for ``async with``."""
+        return open_client(str(self.server.addresses["links"][0]), **config)
+
+    def client_links(self) -> list[Link]:
+        """The server's ends of the links that it has with clients."""
+        return [link for link in self.server._links if link.peer is not None and link.peer.role == "client"]
 
     # -- moments
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import random
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 import trio
@@ -30,15 +31,29 @@ from house import (
 )
 from trio.testing import wait_all_tasks_blocked
 
-from tunnel import agent as agent_module
 from tunnel.address import Target
 from tunnel.agent import Agent
+from tunnel.client import Client
 from tunnel.config import AgentConfig, Limits, Timeouts
-from tunnel.connect import Connector
-from tunnel.frames import Close, Decoder, DialReq, DialRsp, Drain, DrainAck, Hello, Packet
+from tunnel.connect import Address, Connector
+from tunnel.drain import DrainPhase
+from tunnel.errors import AddressError, Refused, StreamReset
+from tunnel.frames import (
+    Close,
+    Decoder,
+    DialReq,
+    DialRsp,
+    Drain,
+    DrainAck,
+    GoAway,
+    GoAwayAck,
+    Hello,
+    Packet,
+)
 from tunnel.handshake import Identity, welcome
 from tunnel.http_connect import ESTABLISHED
 from tunnel.lifecycle import Phase
+from tunnel.stream import TunnelStream
 
 
 @pytest.fixture
@@ -68,6 +83,12 @@ def _states(house: House) -> list[str]:
     """Of all backends, as the server sees them."""
     considered = house.server.backends.explain(Target("anything", 1)).considered
     return [candidate.state for key in considered for candidate in key.candidates]
+
+
+async def _drain(agent: Agent) -> None:
+    """Drain, and wait until every server knows."""
+    agent.drain()
+    await agent.draining.wait_acked()
 
 
 class RawServer:
@@ -195,7 +216,7 @@ async def test_a_dial_that_is_given_up_in_the_moment_it_succeeds_leaves_nothing_
     await raw.welcome(DialReq(1, service.target.host, service.target.port, 65536, 10_000, {}))
     await service.opened.wait_value(1)
     await service.open.wait_value(0)
-    assert raw.agent.served == 0
+    assert raw.agent.dials.served == 0
 
 
 async def test_a_dial_waits_no_longer_than_its_asker(raw: RawServer, held: Held) -> None:
@@ -222,17 +243,17 @@ async def test_a_dial_to_what_is_no_target_is_answered_as_a_protocol_error(
 
 async def test_new_dials_go_elsewhere_once_a_drain_is_acknowledged(house: House, echoes: Service) -> None:
     draining, other = await house.agent("one"), await house.agent("two")
-    await draining.drain("admin")
+    await _drain(draining)
     for _ in range(20):
         assert await talks(await house.connect(echoes.target))
-    assert (draining.served, other.served) == (0, 20)
+    assert (draining.dials.served, other.dials.served) == (0, 20)
     assert house.server.backends.fallbacks == 0
 
 
 async def test_streams_that_run_when_a_drain_begins_go_on(house: House, echoes: Service) -> None:
     agent = await house.agent()
     client = await house.connect(echoes.target)
-    await agent.drain("admin")
+    await _drain(agent)
     assert await talks(client)
 
 
@@ -248,7 +269,7 @@ async def test_no_dial_fails_while_an_agent_drains(house: House, echoes: Service
         for number in range(200):
             nursery.start_soon(client)
             if number == 100:
-                nursery.start_soon(draining.drain, "admin")
+                draining.drain()
             await trio.lowlevel.checkpoint()
     assert served == [True] * 200
 
@@ -257,22 +278,22 @@ async def test_a_dial_that_is_pending_when_a_drain_begins_is_served(house: House
     draining, _ = await house.agent("one"), await house.agent("two")
     client = await house.ask(through(echoes.target), "Tunnel-Agent: one")
     await held.arrived.wait_value(1)
-    await draining.drain("admin")
+    await _drain(draining)
     held.open.set()
     await expect(client, ESTABLISHED)
-    assert draining.served == 1
+    assert draining.dials.served == 1
 
 
 async def test_a_draining_agent_serves_when_no_other_can_and_that_is_counted(house: House, echoes: Service) -> None:
     agent = await house.agent()
-    await agent.drain("admin")
+    await _drain(agent)
     assert await talks(await house.connect(echoes.target))
-    assert (agent.served, house.server.backends.fallbacks) == (1, 1)
+    assert (agent.dials.served, house.server.backends.fallbacks) == (1, 1)
 
 
 async def test_an_agent_that_drains_says_so_when_it_links_again(house: House, echoes: Service) -> None:
     agent = await house.agent()
-    await agent.drain("admin")
+    await _drain(agent)
     (link,) = agent.sync.links.values()
     link.drop("for the test")
     await link.ended.wait()
@@ -281,7 +302,7 @@ async def test_an_agent_that_drains_says_so_when_it_links_again(house: House, ec
 
 
 async def test_a_drain_between_hello_and_welcome_is_the_first_packet(raw: RawServer) -> None:
-    await raw.agent.drain("admin")
+    raw.agent.drain()
     await raw.welcome(DialReq(1, "127.0.0.1", 1, 65536, 1000, {}))
     first = await raw.next()
     assert isinstance(first, Drain)
@@ -290,10 +311,9 @@ async def test_a_drain_between_hello_and_welcome_is_the_first_packet(raw: RawSer
 
 async def test_an_agent_that_drains_says_so_in_hello(raw: RawServer) -> None:
     await raw.welcome()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(raw.agent.drain, "admin")
-        await raw.next()
-        await raw.stream.aclose()
+    raw.agent.drain()
+    await raw.next()
+    await raw.stream.aclose()
     hello = await raw.accept()
     assert isinstance(hello, Hello)
     assert hello.info["draining"] is True
@@ -314,10 +334,10 @@ async def test_a_busy_link_delays_no_drain(house: House) -> None:
     async with trio.open_nursery() as nursery:
         for _ in range(10):
             await nursery.start(swallow)
-        await busy.drain("admin")
+        await _drain(busy)
         for _ in range(10):
             await house.connect(service.target)
-        assert (busy.served, other.served) == (10, 10)
+        assert (busy.dials.served, other.dials.served) == (10, 10)
         nursery.cancel_scope.cancel()
 
 
@@ -329,40 +349,31 @@ async def test_a_drain_goes_ahead_of_the_data_that_waits_on_a_full_link(raw: Raw
     await wait_all_tasks_blocked()
     (link,) = raw.agent.sync.links.values()
     waiting = link.session.queued
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(raw.agent.drain, "admin")
-        assert isinstance(await raw.next(), Drain)
-        assert waiting > 0
-        assert raw.received < window - waiting * 0.9  # the rest is framing
-        await raw.send(DrainAck(1, "soft"))
-
-
-async def test_a_drain_that_is_not_acknowledged_ends_and_is_said(
-    raw: RawServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(agent_module, "_ACK", 0.02)
-    await raw.welcome()
-    await raw.agent.drain("admin")
-    assert _above(caplog, logging.INFO) == ['"drain not acked" servers=1']
+    raw.agent.drain()
+    assert isinstance(await raw.next(), Drain)
+    assert waiting > 0
+    assert raw.received < window - waiting * 0.9  # the rest is framing
 
 
 async def test_a_drain_does_not_wait_for_a_link_that_was_lost(raw: RawServer) -> None:
     await raw.welcome()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(raw.agent.drain, "admin")
-        assert isinstance(await raw.next(), Drain)
-        await raw.stream.aclose()
+    raw.agent.drain()
+    assert isinstance(await raw.next(), Drain)
+    await raw.stream.aclose()
+    await raw.agent.draining.wait_acked()
 
 
 async def test_two_drains_at_once_end_with_the_acknowledgement_of_the_second(
     raw: RawServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     await raw.welcome()
-    async with trio.open_nursery() as nursery:
-        for _ in range(2):
-            nursery.start_soon(raw.agent.drain, "admin")
-            assert isinstance(await raw.next(), Drain)
-        await raw.send(DrainAck(1, "soft"), DrainAck(2, "soft"))
+    for seq in (1, 2):
+        raw.agent.drain()
+        while not isinstance(drain := await raw.next(), Drain):
+            pass
+        assert drain.seq == seq
+    await raw.send(DrainAck(1, "soft"), DrainAck(2, "soft"))
+    await raw.agent.draining.wait_acked()
     assert not _above(caplog, logging.INFO)
 
 
@@ -382,10 +393,10 @@ async def test_a_leaving_agent_waits_for_its_streams(house: House, echoes: Servi
     agent, _ = await house.agent("one"), await house.agent("two")
     client = await house.connect(echoes.target, "Tunnel-Agent: one")
     agent.life.leave()
-    await agent.life.phase.wait_value(Phase.LEAVING)
+    await agent.life.phase.wait_value(Phase.DRAINING)
     await wait_all_tasks_blocked()
     assert await talks(client)
-    assert agent.life.phase.value is Phase.LEAVING
+    assert agent.life.phase.value is Phase.DRAINING
     await client.send_eof()
     assert await receive_exactly(client, 1) == b""
     assert await ended(agent) == 0
@@ -395,7 +406,7 @@ async def test_the_only_agent_serves_dials_while_it_leaves(house: House, echoes:
     agent = await house.agent()
     first = await house.connect(echoes.target)
     agent.life.leave()
-    await agent.life.phase.wait_value(Phase.LEAVING)
+    await agent.life.phase.wait_value(Phase.DRAINING)
     second = await house.connect(echoes.target)
     assert await talks(second)
     await first.aclose()
@@ -417,7 +428,7 @@ async def test_a_cut_resets_streams_at_once_and_the_exit_is_4(house: House, echo
     agent = await house.agent()
     client = await house.connect(echoes.target)
     agent.life.leave()
-    await agent.life.phase.wait_value(Phase.LEAVING)
+    await agent.life.phase.wait_value(Phase.DRAINING)
     agent.life.cut()
     assert await ended(agent) == 4
     with pytest.raises(trio.BrokenResourceError):
@@ -440,7 +451,7 @@ async def test_a_clean_leave_logs_nothing_above_info(
     agent, _ = await house.agent("one"), await house.agent("two")
     client = await house.connect(echoes.target, "Tunnel-Agent: one")
     agent.life.leave()
-    await agent.life.phase.wait_value(Phase.LEAVING)
+    await agent.life.phase.wait_value(Phase.DRAINING)
     await client.send_eof()
     await receive_all(client)
     assert await ended(agent) == 0
@@ -489,3 +500,308 @@ async def test_bytes_behind_the_head_go_out_in_frames_that_the_agent_takes(house
     await stream.send_all(head(service.target) + words)
     await expect(stream, ESTABLISHED)
     assert await receive_exactly(stream, len(words)) == words
+
+
+# -- services of its own
+
+
+Talks = Callable[[trio.abc.HalfCloseableStream], Awaitable[None]]
+
+
+async def _echo_here(stream: trio.abc.HalfCloseableStream) -> None:
+    async for data in stream:
+        await stream.send_all(data)
+
+
+@pytest.fixture
+async def client(house: House) -> AsyncIterator[Client]:
+    """A client, and no agent yet."""
+    await house.serve()
+    async with house.client() as client:
+        yield client
+
+
+async def _reset_of(stream: TunnelStream) -> str:
+    """The code, when it has been reset."""
+    with pytest.raises(trio.BrokenResourceError) as caught:
+        await stream.wait_ended()
+    assert isinstance(caught.value.__cause__, StreamReset)
+    return caught.value.__cause__.code
+
+
+async def test_a_service_talks_to_clients_through_the_tunnel(house: House, client: Client) -> None:
+    agent = await house.agent(services={"svc.internal:7": _echo_here})
+    stream = await client.dial("svc.internal", 7)
+    assert await talks(stream)
+    await stream.send_eof()
+    assert await receive_all(stream) == b""
+    await agent.life.open.wait_value(0)
+    assert agent.dials.served == 1
+
+
+async def test_a_service_talks_to_clients_of_connect(house: House, client: Client) -> None:
+    await house.agent(services={"svc.internal:7": _echo_here})
+    assert await talks(await house.connect("svc.internal:7"))
+
+
+async def test_each_service_is_reached_by_its_own_target(house: House, client: Client) -> None:
+    def say(word: bytes) -> Talks:
+        return lambda stream: stream.send_all(word)
+
+    await house.agent(services={"a.internal:1": say(b"a1"), "a.internal:2": say(b"a2"), "b.internal:1": say(b"b1")})
+    for host, port, word in (("a.internal", 1, b"a1"), ("A.internal.", 2, b"a2"), ("b.internal", 1, b"b1")):
+        assert await receive_all(await client.dial(host, port)) == word
+
+
+async def test_an_agent_with_services_refuses_other_targets_and_connects_nowhere(house: House, client: Client) -> None:
+    elsewhere = await house.service(echo)
+    agent = await house.agent(services={"svc.internal:7": _echo_here})
+    with pytest.raises(Refused, match="this agent has no such service"):
+        await client.dial(elsewhere.target.host, elsewhere.target.port)
+    assert (elsewhere.opened.value, agent.dials.served) == (0, 0)
+
+
+async def test_an_agent_with_no_services_at_all_refuses_every_target(house: House, client: Client) -> None:
+    await house.agent(services={})
+    with pytest.raises(Refused):
+        await client.dial("svc.internal", 7)
+
+
+@pytest.mark.parametrize("key", ["svc.internal", "svc.internal:0", ":7", "a b:7", "::1:7"])
+def test_a_service_at_what_is_no_target_is_an_address_error(key: str) -> None:
+    with pytest.raises(AddressError):
+        Agent(AgentConfig((Target("x", 1),), "one"), {key: _echo_here})
+
+
+async def test_a_service_that_returns_ends_its_direction_after_what_it_sent(house: House, client: Client) -> None:
+    async def say_and_return(stream: trio.abc.HalfCloseableStream) -> None:
+        await stream.send_all(bytes(300_000))
+
+    await house.agent(services={"svc.internal:7": say_and_return})
+    stream = await client.dial("svc.internal", 7)
+    assert await receive_all(stream) == bytes(300_000)
+    await stream.send_eof()
+    await stream.wait_ended()
+
+
+@pytest.mark.parametrize("error", [ValueError("oops"), Refused("oops"), AddressError("oops")], ids=repr)
+async def test_a_service_that_fails_is_a_reset_for_its_client_and_a_fault_in_the_log(
+    house: House, client: Client, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    async def fail(stream: trio.abc.HalfCloseableStream) -> None:
+        await stream.receive_some()
+        raise error
+
+    await house.agent(services={"svc.internal:7": fail, "echo.internal:7": _echo_here})
+    stream = await client.dial("svc.internal", 7)
+    await stream.send_all(b"x")
+    code = await _reset_of(stream)
+    survived = await talks(await client.dial("echo.internal", 7))
+    faults = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    caplog.clear()
+    assert (code, survived) == ("reset", True)
+    assert ["fault in a connection" in record.getMessage() for record in faults] == [True]
+
+
+async def test_a_service_in_a_nursery_whose_stream_is_reset_is_no_fault(house: House, client: Client) -> None:
+    async def talk(stream: trio.abc.HalfCloseableStream) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_echo_here, stream)
+            nursery.start_soon(trio.sleep_forever)
+
+    agent = await house.agent(services={"svc.internal:7": talk})
+    stream = await client.dial("svc.internal", 7)
+    assert await talks(stream)
+    stream.reset("reset", "gone")
+    await agent.life.open.wait_value(0)
+
+
+async def test_a_service_whose_own_connection_breaks_is_a_reset_and_no_end(house: House, client: Client) -> None:
+    """It may have been carrying bytes from there: a client must not take what it got for all there is."""
+
+    async def carry(stream: trio.abc.HalfCloseableStream) -> None:
+        await stream.send_all(b"the first half")
+        raise trio.BrokenResourceError("the connection behind this service broke")
+
+    await house.agent(services={"svc.internal:7": carry})
+    stream = await client.dial("svc.internal", 7)
+    with pytest.raises(trio.BrokenResourceError):
+        await receive_all(stream)
+
+
+async def test_a_service_may_close_its_stream_itself(house: House, client: Client) -> None:
+    async def talk(stream: trio.abc.HalfCloseableStream) -> None:
+        async with stream:
+            await stream.send_all(b"bye")
+
+    await house.agent(services={"svc.internal:7": talk})
+    assert await receive_all(await client.dial("svc.internal", 7)) == b"bye"
+
+
+async def test_a_service_of_an_agent_that_is_cut_is_a_reset_for_its_client(house: House, client: Client) -> None:
+    agent = await house.agent(services={"svc.internal:7": _echo_here})
+    stream = await client.dial("svc.internal", 7)
+    assert await talks(stream)
+    agent.life.cut()
+    await _reset_of(stream)
+
+
+async def test_a_leaving_agent_waits_for_its_services(house: House, client: Client) -> None:
+    agent = await house.agent(services={"svc.internal:7": _echo_here})
+    stream = await client.dial("svc.internal", 7)
+    agent.life.leave()
+    await agent.life.phase.wait_value(Phase.DRAINING)
+    assert await talks(stream)
+    await stream.send_eof()
+    assert await receive_all(stream) == b""
+    assert await ended(agent) == 0
+
+
+# -- drains, servers that leave, servers that refuse
+
+
+async def test_a_dial_that_comes_after_the_last_word_is_served_by_another(house: House, echoes: Service) -> None:
+    gone, other = await house.agent("one"), await house.agent("two")
+    gone.draining.phase = DrainPhase.FINAL  # as between DRAIN(final) and its arrival
+    for _ in range(10):
+        assert await talks(await house.connect(echoes.target))
+    assert (gone.dials.served, other.dials.served) == (0, 10)
+    assert gone.refused == house.server.backends.redispatched["refused_draining"] > 0
+
+
+async def test_a_dial_that_comes_after_the_last_word_of_the_only_agent_is_503_at_once(
+    house: House, echoes: Service
+) -> None:
+    gone = await house.agent()
+    gone.draining.phase = DrainPhase.FINAL
+    status, _, text = await refusal(await house.ask(echoes.target))
+    assert (status, text) == (503, f"no_backend: no other agent matches {echoes.target}\n")
+
+
+async def test_an_agent_that_was_drained_and_undone_is_picked_again(house: House, echoes: Service) -> None:
+    agent = await house.agent("one")
+    other = await house.agent("two")
+    await _drain(agent)
+    assert agent.undrain()
+    await agent.draining.wait_acked()
+    assert sorted(_states(house)) == ["active", "active"]
+    for _ in range(20):
+        await house.connect(echoes.target)
+    assert (agent.dials.served, other.dials.served) == (10, 10)
+    assert house.server.backends.fallbacks == 0
+
+
+async def test_a_goaway_is_acknowledged_each_time(raw: RawServer) -> None:
+    await raw.welcome(GoAway("soft", 1000), GoAway("final", 0))
+    assert [await raw.next(), await raw.next()] == [GoAwayAck("soft"), GoAwayAck("final")]
+
+
+async def test_an_agent_links_elsewhere_and_keeps_what_it_has_when_a_server_leaves(
+    house: House, echoes: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    leaving, staying = await house.serve(), await house.serve()
+    addresses = [
+        (int(socket.AF_INET), (address.host, address.port))
+        for server in (leaving, staying)
+        for address in server.addresses["links"]
+    ]
+    here = addresses[:1]
+
+    async def resolve(connector: Connector, host: str, port: int) -> list[Address]:
+        await trio.lowlevel.checkpoint()
+        return list(here) if host == "servers.test" else [(int(socket.AF_INET), (host, port))]
+
+    monkeypatch.setattr(Connector, "resolve", resolve)
+    agent = await house.agent(servers=(Target("servers.test", 7400),))
+    house.server = leaving
+    client = await house.connect(echoes.target)
+    here[:] = addresses
+    leaving.life.leave()
+    await leaving.life.phase.wait_value(Phase.DRAINING)
+    await _linked_to(agent, 2)
+    assert set(agent.sync.links) == {leaving.identity.instance, staying.identity.instance}
+    assert staying.backends.active == 1
+    assert await talks(client)
+    await client.aclose()
+    assert await ended(leaving) == 0
+    await _linked_to(agent, 1)
+    assert set(agent.sync.links) == {staying.identity.instance}
+    assert agent.linked.is_set()
+    assert not _above(caplog, logging.INFO)
+
+
+async def _linked_to(agent: Agent, count: int) -> None:
+    with trio.fail_after(30):
+        while len(agent.sync.links) != count:
+            await trio.lowlevel.checkpoint()
+
+
+def _strict(agent: Agent) -> Agent:
+    """The same agent, told to exit on failure."""
+    agent.config = replace(agent.config, exit_on_failure=True)
+    return agent
+
+
+async def test_told_so_an_agent_that_finds_no_server_exits_with_5(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = Agent(AgentConfig((house.closed_port(), house.closed_port()), "one", exit_on_failure=True, timeouts=PROMPT))
+    await agent.run()
+    assert agent.life.exit_code == 5
+    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert record.getMessage().startswith('"cannot link" cause=')
+    caplog.clear()
+
+
+async def test_told_so_an_agent_that_finds_one_of_its_servers_stays(house: House) -> None:
+    address = (await house.serve()).addresses["links"][0]
+    servers = (house.closed_port(), Target(address.host, address.port))
+    agent = await house.agent(servers=servers, exit_on_failure=True)
+    with trio.fail_after(30):
+        while not agent.sync._doors[0].failed:
+            await trio.lowlevel.checkpoint()
+    await wait_all_tasks_blocked()
+    assert not agent.life.leaving
+
+
+async def test_told_so_an_agent_that_has_been_linked_waits_for_its_server(raw: RawServer) -> None:
+    agent = _strict(raw.agent)
+    await raw.welcome()
+    await raw.stream.aclose()
+    await raw.accept()
+    await raw.stream.aclose()  # a failure, as of a server that starts again
+    await raw.accept()
+    assert not agent.life.leaving
+
+
+@pytest.mark.parametrize("before", [False, True])
+async def test_told_so_an_agent_that_is_refused_for_good_exits_with_5(
+    raw: RawServer, before: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = _strict(raw.agent)
+    if before:
+        await raw.welcome()
+        await raw.stream.aclose()
+        await raw.accept()
+    await raw.send(Close(0, "denied", "not you"))
+    assert await ended(agent) == 5
+    assert '"cannot link" cause="not you (denied)"' in caplog.messages
+    caplog.clear()
+
+
+@pytest.mark.parametrize("code", ["leaving", "duplicate"])
+async def test_told_so_an_agent_that_is_refused_for_now_tries_again(raw: RawServer, code: str) -> None:
+    agent = _strict(raw.agent)
+    await raw.send(Close(0, code, "0" * 32))
+    await raw.stream.aclose()
+    assert isinstance(await raw.accept(), Hello)
+    assert not agent.life.leaving
+    agent.life.leave()
+    assert await ended(agent) == 0
+
+
+async def test_an_agent_that_is_refused_for_good_tries_again_unless_told_otherwise(raw: RawServer) -> None:
+    await raw.send(Close(0, "denied", "not you"))
+    await raw.stream.aclose()
+    assert isinstance(await raw.accept(), Hello)
+    assert not raw.agent.life.leaving

@@ -21,7 +21,17 @@ from tunnel.address import Identifier, Target
 from tunnel.backends import Backend, Backends, Explanation
 from tunnel.config import STRATEGIES, Claims, Limits, Timeouts
 from tunnel.errors import DialTimeout, LinkClosed, LinkLost, NoBackend, Refused, RefusedDraining
-from tunnel.frames import DialReq, Drain, DrainAck, Packet
+from tunnel.frames import (
+    MAX_U32,
+    DialReq,
+    Drain,
+    DrainAck,
+    DrainCmd,
+    DrainStatus,
+    Packet,
+    Undrain,
+    UndrainAck,
+)
 from tunnel.handshake import AcceptingHandshake, DiallingHandshake, Identity, new_instance
 from tunnel.link import Link
 from tunnel.pools import BackendState, Bag
@@ -57,7 +67,11 @@ class FakeLink:
         self.why: Exception | None = None
         self.dials: list[int] = []  # the milliseconds that each was given
         self.serve: Serve | None = None
+        self.flushes = 0
         self._backend = backend
+
+    def flush(self) -> None:
+        self.flushes += 1
 
     def drop(self, text: str) -> None:
         if self.why is None:
@@ -766,6 +780,169 @@ def test_the_last_active_one_that_drains_is_warned_about_once(caplog: pytest.Log
     assert sum("backend draining" in event for event in events) == 2
 
 
+def status(state: str = "draining", open_: int = 3) -> DrainStatus:
+    return DrainStatus(state, open_, 0, 1000, 1, 1)
+
+
+def test_undrain_unmarks_and_acks_in_one_step() -> None:
+    backends = Backends()
+    backend = joined(backends)
+    backend.on_control(drain(1))
+    backend.on_control(Undrain(2))
+    assert backend.state is ACTIVE
+    assert acks(backend)[1:] == [UndrainAck(2)]
+    assert picks(backends, count=10) == {"edge": 10}
+
+
+def test_an_undrain_of_one_that_is_active_is_acked_and_does_nothing() -> None:
+    backends = Backends()
+    backend = joined(backends)
+    backend.on_control(Undrain(1))
+    assert (backend.state, acks(backend)) == (ACTIVE, [UndrainAck(1)])
+
+
+@pytest.mark.parametrize("seq", [4, 5])
+def test_a_stale_undrain_is_acked_and_does_nothing(seq: int) -> None:
+    backends = Backends()
+    backend = joined(backends)
+    backend.on_control(drain(5))
+    backend.on_control(Undrain(seq))
+    assert backend.state is DRAINING
+    assert acks(backend)[1:] == [UndrainAck(seq)]
+
+
+def test_a_drain_that_an_undrain_overtook_does_nothing() -> None:
+    backends = Backends()
+    backend = joined(backends)
+    backend.on_control(Undrain(2))
+    backend.on_control(drain(1))
+    assert backend.state is ACTIVE
+    assert acks(backend) == [UndrainAck(2), DrainAck(1, "soft")]
+
+
+def test_an_undrain_after_final_is_acked_and_does_nothing() -> None:
+    backends = Backends()
+    backend = joined(backends)
+    backend.on_control(drain(1, "final"))
+    backend.on_control(Undrain(2))
+    assert (backend.state, acks(backend)[1:]) == (FINAL, [UndrainAck(2)])
+
+
+def test_an_undrain_of_one_that_linked_draining_makes_it_active() -> None:
+    backends = Backends()
+    backend = joined(backends, draining=True)
+    backend.on_control(Undrain(1))
+    assert (backend.state, backends.active) == (ACTIVE, 1)
+
+
+def test_the_last_status_is_kept_until_the_drain_is_undone() -> None:
+    backend = joined(Backends())
+    assert backend.status is None
+    backend.on_control(drain(1))
+    for told in (status(), status("drained", 0)):
+        backend.on_control(told)
+        assert backend.status == told
+    backend.on_control(Undrain(2))
+    assert backend.status is None
+
+
+def test_a_status_changes_no_state_and_is_not_answered() -> None:
+    backend = joined(Backends())
+    backend.on_control(status("drained", 0))
+    assert (backend.state, acks(backend)) == (ACTIVE, [])
+
+
+# -- commands
+
+
+def test_a_command_to_drain_marks_at_once_and_is_sent_to_the_process_that_is_meant() -> None:
+    backends = Backends()
+    backend = joined(backends, instance=INSTANCES[3])
+    backend.command("drain", "disk full", 60.0, leave=True)
+    assert backend.state is DRAINING
+    assert link_of(backend).session.sent == [DrainCmd(INSTANCES[3], "drain", "disk full", 60_000, 1)]
+    assert link_of(backend).flushes == 1
+
+
+def test_a_command_has_no_end_and_wants_no_exit_unless_it_says_so() -> None:
+    backend = joined(Backends(), instance=INSTANCES[3])
+    backend.command("drain", "")
+    assert link_of(backend).session.sent == [DrainCmd(INSTANCES[3], "drain", "", 0, 0)]
+
+
+def test_a_command_with_more_time_than_the_wire_can_say_has_the_most_it_can() -> None:
+    backend = joined(Backends())
+    backend.command("drain", "", 1e9)
+    (sent,) = link_of(backend).session.sent
+    assert isinstance(sent, DrainCmd)
+    assert sent.ms == MAX_U32
+
+
+def test_a_command_to_undrain_is_left_to_the_agent() -> None:
+    backends = Backends()
+    backend = joined(backends, instance=INSTANCES[3])
+    backends.mark(backend)
+    backend.command("undrain", "all well")
+    assert backend.state is DRAINING
+    assert link_of(backend).session.sent == [DrainCmd(INSTANCES[3], "undrain", "all well", 0, 0)]
+
+
+def test_those_of_one_name_are_found_unless_they_are_final() -> None:
+    backends = Backends()
+    active, draining, final = (joined(backends, "edge") for _ in range(3))
+    joined(backends, "other")
+    backends.mark(draining)
+    backends.mark(final, final=True)
+    assert set(backends.named("edge")) == {active, draining}
+    assert backends.named("nobody") == []
+
+
+# -- draining ones that may not serve
+
+
+def test_without_fallback_a_draining_one_is_never_picked() -> None:
+    backends = Backends(fallback=False)
+    one, other = joined(backends, "one"), joined(backends, "other")
+    backends.mark(one)
+    assert picks(backends, count=100) == {"other": 100}
+    backends.mark(other)
+    with pytest.raises(NoBackend):
+        backends.decide(TARGET)
+    backends.unmark(one)
+    assert picks(backends, count=100) == {"one": 100}
+
+
+@pytest.mark.parametrize(
+    ("agent", "text"),
+    [
+        (None, "no agent that is not draining matches db.internal:5432"),
+        ("edge", "no agent that is not draining named edge can take it now"),
+    ],
+)
+def test_without_fallback_the_error_says_that_draining_ones_do_not_count(agent: str | None, text: str) -> None:
+    backends = Backends(fallback=False)
+    backends.mark(joined(backends, "edge"))
+    with pytest.raises(NoBackend) as caught:
+        backends.decide(TARGET, agent)
+    assert caught.value.text == text
+
+
+def test_with_fallback_the_error_says_nothing_of_draining_ones() -> None:
+    backends = Backends()
+    backends.mark(joined(backends, "edge"))
+    with pytest.raises(NoBackend, match="no agent named nobody can take it now"):
+        backends.decide(TARGET, "nobody")
+
+
+@pytest.mark.parametrize(("fallback", "serving"), [(True, 2), (False, 1)])
+def test_those_that_may_be_picked_are_counted(fallback: bool, serving: int) -> None:
+    backends = Backends(fallback=fallback)
+    _, draining, final = (joined(backends) for _ in range(3))
+    backends.mark(draining)
+    backends.mark(final, final=True)
+    assert (backends.serving, backends.active, len(backends)) == (serving, 1, 3)
+
+
 # -- identity
 
 
@@ -1126,6 +1303,38 @@ async def test_fallbacks_are_counted_each() -> None:
     backends.unmark(leaving)
     await dialled(backends)
     assert backends.fallbacks == 3
+
+
+def said(caplog: pytest.LogCaptureFixture, event: str) -> list[str]:
+    return [message for message in caplog.messages if event in message]
+
+
+async def test_a_fallback_is_said_once_for_each_agent_and_drain(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tunnel.backends")
+    backends = Backends()
+    leaving = joined(backends, "leaving", instance=INSTANCES[0])
+    for expected in (1, 2):
+        backends.mark(leaving)
+        for _ in range(3):
+            await dialled(backends)
+        assert len(said(caplog, "fallback")) == expected
+        backends.unmark(leaving)
+    assert backends.fallbacks == 6
+    assert said(caplog, "fallback")[0] == (
+        f'"fallback to a draining agent" agent=leaving instance={INSTANCES[0]} target=db.internal:5432'
+    )
+    assert {record.levelname for record in caplog.records if "fallback" in record.getMessage()} == {"INFO"}
+
+
+async def test_a_fallback_is_said_of_each_agent_that_serves_one(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tunnel.backends")
+    backends = Backends()
+    for member in crowd(backends, 2):
+        backends.mark(member)
+    for _ in range(50):
+        await dialled(backends)
+    assert len(said(caplog, "fallback")) == 2
+    assert backends.fallbacks == 50
 
 
 # -- dialling, with links

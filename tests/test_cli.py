@@ -15,9 +15,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 import tunnel
-from tunnel import cli
+from tunnel import cli, early
 from tunnel.address import Identifier, ListenAddress, Target
-from tunnel.config import AgentConfig, Claims, Forward, ServerConfig
+from tunnel.config import AgentConfig, Claims, ClientConfig, Forward, ServerConfig
 from tunnel.errors import ConfigError
 
 Type = Callable[..., Result]
@@ -31,7 +31,7 @@ class Programs:
         self.end: int | BaseException = 0
 
     def run(self, *config: object) -> int:
-        self.started.append(*config or (None,))
+        self.started.extend(config or (None,))
         if isinstance(self.end, BaseException):
             raise self.end
         return self.end
@@ -40,7 +40,7 @@ class Programs:
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> Programs:
     programs = Programs()
-    for name in ("server", "agent", "demo"):
+    for name in ("server", "agent", "forwarder", "stdio", "demo"):
         module = ModuleType(f"tunnel.{name}")
         monkeypatch.setattr(module, "run", programs.run, raising=False)
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -197,7 +197,58 @@ def test_the_demo_starts(programs: Programs, type_: Type) -> None:
     assert started(programs, type_("demo")) is None
 
 
-@pytest.mark.parametrize("line", ["server", "agent --server a:1", "demo"])
+def test_a_forwarder_takes_its_forwards_and_servers(programs: Programs, type_: Type) -> None:
+    assert type_("forward 3=a:3 127.0.0.1:0=b:4@edge-7 --server c:1 --server [::1]:2").exit_code == 0
+    servers = Target("c", 1), Target("::1", 2)
+    assert programs.started == [
+        ClientConfig(servers),
+        (Forward.parse("3=a:3"), Forward.parse("127.0.0.1:0=b:4@edge-7")),
+    ]
+
+
+def test_a_forwarders_flags_are_variables_too(programs: Programs, type_: Type) -> None:
+    result = type_(
+        "forward 0.0.0.0:3=a:3",
+        TUNNEL_FORWARD_SERVER="c:1 d:2",
+        TUNNEL_FORWARD_INSECURE="true",
+        TUNNEL_FORWARD_LOG_LEVEL="error",
+    )
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert programs.started[0] == ClientConfig((Target("c", 1), Target("d", 2)))
+
+
+def test_every_key_of_a_forwarders_file_is_a_flag(programs: Programs, type_: Type, tmp_path: Path) -> None:
+    file = tmp_path / "tunnel.toml"
+    file.write_text('[forward]\nserver = ["c:1"]\ninsecure = true\nlog-level = "error"\nlog-format = "json"\n')
+    result = type_(f"--config {file} forward 0.0.0.0:3=a:3")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert programs.started[0] == ClientConfig((Target("c", 1),))
+
+
+def test_a_forwarder_that_others_can_reach_starts_with_a_warning(programs: Programs, type_: Type) -> None:
+    result = type_("forward --insecure 0.0.0.0:3=a:3 4=b:4 --server c:1")
+    line = json.loads(result.stderr)
+    assert (line["level"], line["event"], line["exposed"]) == ("warning", "insecure", "0.0.0.0:3=a:3")
+    assert len(programs.started) == 2
+
+
+@pytest.mark.parametrize(("text", "agent"), [("a:3", None), ("a:3@edge-7", "edge-7")])
+def test_connect_takes_a_target_and_servers(programs: Programs, type_: Type, text: str, agent: str | None) -> None:
+    assert type_(f"connect {text} --server c:1 --server [::1]:2").exit_code == 0
+    assert programs.started == [(Target("c", 1), Target("::1", 2)), Target("a", 3), agent]
+
+
+def test_connects_servers_may_come_from_a_variable_or_a_file(programs: Programs, type_: Type, tmp_path: Path) -> None:
+    file = tmp_path / "tunnel.toml"
+    file.write_text('[connect]\nserver = ["d:2"]\n')
+    assert type_("connect a:3", TUNNEL_CONNECT_SERVER="c:1").exit_code == 0
+    assert type_(f"--config {file} connect a:3").exit_code == 0
+    assert [programs.started[0], programs.started[3]] == [(Target("c", 1),), (Target("d", 2),)]
+
+
+@pytest.mark.parametrize(
+    "line", ["server", "agent --server a:1", "forward 3=a:3 --server a:1", "connect a:3 --server a:1", "demo"]
+)
 def test_the_programs_exit_code_is_passed_on(programs: Programs, type_: Type, line: str) -> None:
     programs.end = 3
     assert type_(line).exit_code == 3
@@ -282,6 +333,18 @@ def test_flag_goes_before_variable_and_variable_before_file(
         ("server --server-count 0", ["--server-count", "0", "x>=1"]),
         ("server --forward 5432=a:1@", ["--forward", "''", "agent name"]),
         ("agent", ["Missing option", "--server"]),
+        ("forward 5432 --server a:1", ["LISTEN=TARGET[@AGENT]...", "'5432'", "5432=db.internal:5432"]),
+        ("forward 3=a:3 4=b --server a:1", ["'b'", "HOST:PORT"]),
+        ("forward 3=a:3", ["Missing option", "--server"]),
+        ("forward --server a:1", ["Missing argument", "LISTEN=TARGET[@AGENT]..."]),
+        ("forward 3=a:3 --server a", ["--server", "'a'", "HOST:PORT"]),
+        ("forward 0.0.0.0:3=a:3 4=b:4 --server a:1", ["0.0.0.0:3=a:3: ", "loopback", "--insecure"]),
+        ("connect nowhere --server a:1", ["TARGET[@AGENT]", "'nowhere'", "HOST:PORT"]),
+        ("connect a:0 --server a:1", ["'a:0'", "1 to 65535"]),
+        ("connect a:3@ --server a:1", ["''", "agent name"]),
+        ("connect a:3", ["Missing option", "--server"]),
+        ("connect --server a:1", ["Missing argument", "TARGET[@AGENT]"]),
+        ("connect a:3 b:4 --server a:1", ["unexpected extra argument", "b:4"]),
         ("sever", ["No such command 'sever'"]),
         ("server --conect off", ["--conect", "--connect"]),
         ("--config /nowhere server", ["--config", "/nowhere", "No such file"]),
@@ -334,6 +397,12 @@ def test_ctrl_c_before_the_program_handles_it_is_exit_130(programs: Programs, ty
     assert (result.exit_code, result.output) == (130, "")
 
 
+def test_ctrl_c_in_a_group_of_errors_is_exit_130_too(programs: Programs, type_: Type) -> None:
+    programs.end = BaseExceptionGroup("of a nursery", [BaseExceptionGroup("of another", [KeyboardInterrupt()])])
+    result = type_("connect a:3 --server a:1")
+    assert (result.exit_code, result.output) == (130, "")
+
+
 def test_the_version_is_told(type_: Type) -> None:
     assert type_("--version").output == f"tunnel {tunnel.__version__}\n"
 
@@ -353,3 +422,95 @@ def test_help_does_not_wait_for_heavy_imports() -> None:
     script = "import sys; from tunnel import cli; print({'trio', 'structlog', 'asyncio', 'h11'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+# -- leaving
+
+
+def test_what_a_server_does_when_it_leaves_are_flags(programs: Programs, type_: Type) -> None:
+    config = server(programs, type_("server --shutdown-budget 1m --lame-duck 10s --drain-fallback deny"))
+    assert (config.timeouts.shutdown, config.lame_duck, config.drain_fallback) == (60.0, 10.0, False)
+
+
+def test_what_a_server_does_when_it_leaves_are_variables_too(programs: Programs, type_: Type) -> None:
+    result = type_(
+        "server",
+        TUNNEL_SERVER_SHUTDOWN_BUDGET="1m",
+        TUNNEL_SERVER_LAME_DUCK="10s",
+        TUNNEL_SERVER_DRAIN_FALLBACK="deny",
+    )
+    config = server(programs, result)
+    assert (config.timeouts.shutdown, config.lame_duck, config.drain_fallback) == (60.0, 10.0, False)
+
+
+def test_what_a_server_does_when_it_leaves_may_stand_in_a_file(programs: Programs, type_: Type, tmp_path: Path) -> None:
+    file = tmp_path / "tunnel.toml"
+    file.write_text('[server]\nshutdown-budget = "1m"\nlame-duck = "10s"\ndrain-fallback = "deny"\n')
+    config = server(programs, type_(f"--config {file} server"))
+    assert (config.timeouts.shutdown, config.lame_duck, config.drain_fallback) == (60.0, 10.0, False)
+
+
+def test_what_an_agent_does_when_it_leaves_are_flags(programs: Programs, type_: Type) -> None:
+    config = agent(programs, type_("agent --server a:1 --shutdown-budget 500ms --exit-on-failure"))
+    assert (config.timeouts.shutdown, config.exit_on_failure) == (0.5, True)
+
+
+def test_what_an_agent_does_when_it_leaves_are_variables_too(programs: Programs, type_: Type) -> None:
+    result = type_("agent --server a:1", TUNNEL_AGENT_SHUTDOWN_BUDGET="0s", TUNNEL_AGENT_EXIT_ON_FAILURE="true")
+    config = agent(programs, result)
+    assert (config.timeouts.shutdown, config.exit_on_failure) == (0.0, True)
+
+
+def test_a_forwarder_has_a_budget_too(programs: Programs, type_: Type) -> None:
+    result = type_("forward 5432=db:5432 --server a:1 --shutdown-budget 2s")
+    assert result.exit_code == 0, result.output
+    config = programs.started[0]
+    assert isinstance(config, ClientConfig)
+    assert config.timeouts.shutdown == 2.0
+
+
+@pytest.mark.parametrize("text", ["ten", "-5s", "10 parsecs", "10"])
+@pytest.mark.parametrize("line", ["server", "agent --server a:1", "forward 1=a:1 --server a:1"])
+def test_a_budget_that_is_none_ends_in_exit_2(programs: Programs, type_: Type, line: str, text: str) -> None:
+    result = type_(line, **{f"TUNNEL_{line.split()[0].upper()}_SHUTDOWN_BUDGET": text})
+    assert result.exit_code == 2
+    assert all(word in result.stderr for word in ("--shutdown-budget", repr(text), "500ms, 30s, 5m or 1h"))
+    assert programs.started == []
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("server --lame-duck 26s", ["--lame-duck 26s", "--shutdown-budget 25s"]),
+        ("server --lame-duck 2s --shutdown-budget 1s", ["--lame-duck 2s", "--shutdown-budget 1s"]),
+        ("server --lame-duck long", ["--lame-duck", "'long'", "500ms, 30s, 5m or 1h"]),
+        ("server --drain-fallback maybe", ["--drain-fallback", "'maybe'", "'allow', 'deny'"]),
+    ],
+)
+def test_a_way_to_leave_that_makes_no_sense_ends_in_exit_2(
+    programs: Programs, type_: Type, line: str, words: list[str]
+) -> None:
+    result = type_(line)
+    assert result.exit_code == 2
+    assert all(word in result.stderr for word in words), result.stderr
+    assert programs.started == []
+
+
+@pytest.mark.parametrize("line", ["connect a:1 --server b:1", "demo"])
+def test_a_command_that_takes_no_care_of_signals_lets_them_through(
+    programs: Programs, type_: Type, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    released: list[int] = []
+    monkeypatch.setattr(early, "release", lambda: released.append(len(programs.started)))
+    assert type_(line).exit_code == 0
+    assert released == [0]  # before it started
+
+
+@pytest.mark.parametrize("line", ["server", "agent --server a:1", "forward 1=a:1 --server a:1"])
+def test_a_program_that_lives_under_signals_keeps_them(
+    programs: Programs, type_: Type, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    released: list[None] = []
+    monkeypatch.setattr(early, "release", lambda: released.append(None))
+    assert type_(line).exit_code == 0
+    assert released == []

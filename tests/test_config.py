@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunnel.address import ListenAddress, Target
-from tunnel.config import AgentConfig, Forward, ServerConfig, load_file, parse_duration
+from tunnel.config import AgentConfig, Forward, ServerConfig, Timeouts, load_file, parse_duration
 from tunnel.errors import ConfigError
 
 KNOWN: dict[str, dict[str, type]] = {
@@ -118,6 +118,16 @@ def test_no_text_is_an_infinite_or_negative_duration(text: str) -> None:
         assert 0 <= parse_duration(text) < 1e13
     except ConfigError:
         return
+
+
+def test_a_lame_duck_that_does_not_fit_into_the_budget_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--lame-duck 10\.5s does not fit into --shutdown-budget 10s"):
+        ServerConfig(lame_duck=10.5, timeouts=Timeouts(shutdown=10.0))
+
+
+@pytest.mark.parametrize(("lame_duck", "budget"), [(0.0, 0.0), (10.0, 10.0)])
+def test_a_lame_duck_may_take_the_whole_budget(lame_duck: float, budget: float) -> None:
+    assert ServerConfig(lame_duck=lame_duck, timeouts=Timeouts(shutdown=budget)).lame_duck == lame_duck
 
 
 def test_a_file_gives_what_it_says(file: Path) -> None:

@@ -22,13 +22,13 @@ def test_the_demo_ends_well_and_shows_what_happened(
     other = {"blue": "green", "green": "blue"}[drained[1]]
     assert f"ten new dials meanwhile went to: {other}\n" in shown
     assert re.search(rf"{drained[1]} +GET /slow +1,572,864 ", shown)
-    assert "both agents and the server have shut down cleanly" in shown
+    assert "the agents and the server have shut down cleanly" in shown
 
 
 def test_a_step_that_fails_ends_the_demo_with_1_and_is_shown(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail(_: object) -> None:
+    async def fail(*_: object) -> None:
         raise demo.DemoFailed("the curtain is stuck")
 
     monkeypatch.setattr(demo, "_play", fail)

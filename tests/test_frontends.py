@@ -277,7 +277,7 @@ async def test_the_header_picks_the_agent(house: House, echoes: Service, name: s
     two = await house.agent("two")
     for _ in range(5):
         assert await talks(await house.connect(echoes.target, f"Tunnel-Agent: {name}"))
-    assert two.served == (5 if name == "two" else 0)
+    assert two.dials.served == (5 if name == "two" else 0)
 
 
 async def test_the_header_with_an_unknown_name_is_503(house: House, echoes: Service) -> None:
@@ -363,7 +363,7 @@ async def test_a_forward_can_be_bound_to_an_agent(house: House) -> None:
     one, two = await house.agent("one"), await house.agent("two")
     for _ in range(5):
         assert await talks(await house.call("forward"))
-    assert (one.served, two.served) == (0, 5)
+    assert (one.dials.served, two.dials.served) == (0, 5)
 
 
 async def test_a_forward_whose_dial_fails_is_reset_without_a_byte(house: House) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgpack
 import pytest
 import trio
-from trio.testing import MockClock, wait_all_tasks_blocked
+from trio.testing import MockClock, lockstep_stream_pair, wait_all_tasks_blocked
 
 from tunnel.config import Limits, Timeouts
 from tunnel.errors import DialError, HandshakeRefused, LinkClosed, LinkLost, LinkStopped, Refused, RemoteProtocolError
@@ -37,7 +37,7 @@ from tunnel.handshake import AcceptingHandshake, DiallingHandshake, Identity
 from tunnel.link import Link
 from tunnel.session import State
 from tunnel.stream import TunnelStream
-from tunnel.transport import SocketTransport
+from tunnel.transport import SocketTransport, StreamTransport
 
 if TYPE_CHECKING:
     from conftest import LinkPair, MakeLinks, MakeRaw, RawLink, TcpPair
@@ -263,6 +263,21 @@ class TestEnd:
         with trio.fail_after(10):
             await link.close("leaving", "bye")
             await link.ended.wait()
+
+    @pytest.mark.parametrize("seconds", [0.0, 0.4, 1.0])
+    async def test_closing_takes_no_longer_than_it_may(
+        self, autojump_clock: MockClock, nursery: trio.Nursery, seconds: float
+    ) -> None:
+        near, far = lockstep_stream_pair()
+        link = Link(StreamTransport(near), AcceptingHandshake(SERVER), limits=Limits(), timeouts=Timeouts())
+        nursery.start_soon(link.run)
+        await far.send_all(Hello(VERSION, AGENT.to_info()).encode())
+        await far.receive_some()  # WELCOME, and nothing more is read
+        await wait_all_tasks_blocked()
+        began = trio.current_time()
+        await link.close("leaving", "bye", seconds=seconds)
+        await link.ended.wait()
+        assert trio.current_time() - began == seconds
 
     async def test_the_end_of_the_connection_ends_both(self, links: LinkPair) -> None:
         await links.agent._transport.aclose()

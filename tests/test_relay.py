@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import os
 import random
 import selectors
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import trio
-from trio.testing import wait_all_tasks_blocked
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from tunnel.config import Limits
 from tunnel.errors import StreamReset
 from tunnel.relay import SelectorPoller, Switchboard, pump
 from tunnel.session import State
-from tunnel.stream import TunnelStream
+from tunnel.stream import Outlet, TunnelStream
 
 if TYPE_CHECKING:
     from conftest import LinkPair, MakeLinks, TcpPair
@@ -28,7 +31,8 @@ Carry = Callable[[socket.socket, TunnelStream, bytes], Awaitable[None]]
 Broken = Callable[[BaseException], bool]
 MIB = 1 << 20
 _LIMITS = Limits()
-KINDS = ["epoll", "selector", "pump"] if hasattr(selectors, "EpollSelector") else ["selector", "pump"]
+PUMPS = ["pump", "pump-tasks"]  # a plain socket, which goes through a switchboard; and what has no socket to give
+KINDS = ["epoll", "selector", *PUMPS] if hasattr(selectors, "EpollSelector") else ["selector", *PUMPS]
 
 
 class Side:
@@ -69,16 +73,25 @@ class Relay:
     """Connections over one link, all carried in one way."""
 
     def __init__(
-        self, links: LinkPair, boards: list[Switchboard], nursery: trio.Nursery, tcp_pair: TcpPair, buffers: int | None
+        self,
+        links: LinkPair,
+        way: str,
+        boards: list[Switchboard],
+        nursery: trio.Nursery,
+        tcp_pair: TcpPair,
+        buffers: int | None,
     ) -> None:
         self.links = links
         self.boards = boards
+        self.way = way
         self._nursery = nursery
         self._tcp_pair = tcp_pair
         self._buffers = buffers
 
     def carry(self, index: int) -> Carry:
         async def pumped(sock: socket.socket, stream: TunnelStream, early: bytes) -> None:
+            if self.way == "pump-tasks":
+                stream._attach()
             await pump(_as_stream(sock), stream, early)
 
         return self.boards[index].join if self.boards else pumped
@@ -120,10 +133,10 @@ def way(request: pytest.FixtureRequest) -> str:
 def make_relay(make_links: MakeLinks, nursery: trio.Nursery, tcp_pair: TcpPair) -> MakeRelay:
     async def make(way: str, *, buffers: int | None = None, limits: Limits = _LIMITS) -> Relay:
         links = await make_links("sockets", buffers=buffers, limits=limits)
-        boards = [] if way == "pump" else [_board(way), _board(way)]
+        boards = [] if way in PUMPS else [_board(way), _board(way)]
         for board in boards:
             await nursery.start(board.run)
-        return Relay(links, boards, nursery, tcp_pair, buffers)
+        return Relay(links, way, boards, nursery, tcp_pair, buffers)
 
     return make
 
@@ -515,6 +528,23 @@ class TestPaused:
         await wait_all_tasks_blocked(0.01)
         assert rounds < 10
 
+    @pytest.mark.parametrize("code", ["drain_deadline", "idle"])
+    async def test_a_close_is_found_by_a_cut_and_by_reaping(self, paused: tuple[Relay, Connection], code: str) -> None:
+        """Hung up as above, nothing is watched any more: only the target, which does not read, could end it."""
+        relay, there = paused
+        await there.target.send_eof()
+        assert await read_all(there.client) == b""
+        await there.client.aclose()
+        await wait_all_tasks_blocked(0.01)
+        if code == "idle":
+            relay.boards[0].reap()
+            relay.boards[0].reap()
+        else:
+            await relay.boards[0].cut(code, "the time is over", 30.0)
+        await wait_all_tasks_blocked(0.01)
+        assert there.near.error
+        assert there.near.error.code == code
+
     async def test_what_was_sent_before_a_close_still_arrives(self, make_relay: MakeRelay) -> None:
         relay = await make_relay("epoll", limits=Limits(first_window=10_000))
         there = await relay.connect()
@@ -598,3 +628,238 @@ class _Faulty:
 
     def send(self, data: bytes) -> None:
         raise RuntimeError("a fault of ours")
+
+
+# -- what leaving does to connections
+
+CUT = ("drain_deadline", "the time is over")
+BOARDS = [kind for kind in KINDS if kind not in PUMPS]
+
+
+class _FakeJoint:
+    """A connection that has delivered everything as soon as its stream is reset; says when that was."""
+
+    def __init__(self, *, delivered: bool = True) -> None:
+        self.delivered = delivered
+        self.finished = False
+        self.cut_at: float | None = None
+        self.given_up_at: float | None = None
+
+    def cut(self, code: str, text: str) -> None:
+        self.cut_at = trio.current_time()
+
+    def finish(self, error: StreamReset) -> None:
+        self.finished = True
+
+    def give_up(self, code: str, text: str) -> None:
+        self.finished = True
+        self.given_up_at = trio.current_time()
+
+
+def _with(joints: list[_FakeJoint]) -> Switchboard:
+    board = Switchboard()
+    board._joints = cast("dict[int, Any]", dict(enumerate(joints)))
+    return board
+
+
+async def _pour(stream: trio.SocketStream, size: int) -> None:
+    """Send so many bytes, or until the other side does not want them."""
+    with contextlib.suppress(trio.BrokenResourceError):
+        await stream.send_all(bytes(size))
+
+
+class TestCut:
+    @pytest.mark.parametrize("way", BOARDS)
+    async def test_resets_both_sides_and_says_why(self, relay: Relay, was_reset: Broken) -> None:
+        there = await relay.connect()
+        await there.client.send_all(b"x")
+        await read_exactly(there.target, 1)
+        await relay.boards[0].cut(*CUT, 30.0)
+        near, far = await there.ended()
+        assert near
+        assert far
+        assert (near.code, near.text) == (far.code, far.text) == CUT
+        await sees_reset(there.client, was_reset)
+        await sees_reset(there.target, was_reset)
+
+    @pytest.mark.parametrize("way", BOARDS)
+    @pytest.mark.parametrize("size", [10_000, MIB])  # what the kernel takes, and more than that
+    async def test_delivers_what_had_arrived_before_the_reset(
+        self, make_relay: MakeRelay, way: str, was_reset: Broken, size: int
+    ) -> None:
+        relay = await make_relay(way, buffers=8192)
+        there = await relay.connect()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_pour, there.target, size)
+            await wait_all_tasks_blocked(0.05)
+            nursery.start_soon(partial(relay.boards[0].cut, *CUT, 30.0))
+            await there.far.done.wait()
+            arrived = there.near.stream.core.received
+            assert 0 < arrived <= size
+            received = await read_exactly(there.client, arrived)
+            assert len(received) == arrived
+            await sees_reset(there.client, was_reset)
+            nursery.cancel_scope.cancel()
+
+    @pytest.mark.parametrize("way", BOARDS)
+    async def test_waits_for_a_client_that_has_not_read_yet(self, make_relay: MakeRelay, way: str) -> None:
+        relay = await make_relay(way, buffers=8192)
+        there = await relay.connect()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_pour, there.target, MIB)
+            await wait_all_tasks_blocked(0.05)
+            nursery.start_soon(partial(relay.boards[0].cut, *CUT, 30.0))
+            await there.far.done.wait()
+            assert not there.near.done.is_set()
+            nursery.cancel_scope.cancel()
+
+    @pytest.mark.parametrize("way", BOARDS)
+    async def test_that_is_cancelled_resets_the_rest_at_once(
+        self, make_relay: MakeRelay, way: str, was_reset: Broken
+    ) -> None:
+        relay = await make_relay(way, buffers=8192)
+        connections = [await relay.connect() for _ in range(5)]
+        async with trio.open_nursery() as nursery:
+            for there in connections:
+                nursery.start_soon(_pour, there.target, MIB)
+            await wait_all_tasks_blocked(0.05)
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                await relay.boards[0].cut(*CUT, 30.0)
+            for there in connections:
+                near, _ = await there.ended()
+                assert near
+                assert (near.code, near.text) == CUT
+                await sees_reset(there.client, was_reset)
+            nursery.cancel_scope.cancel()
+
+    @pytest.mark.parametrize("way", BOARDS)
+    async def test_lets_a_transfer_that_was_whole_end_as_one(self, make_relay: MakeRelay, way: str) -> None:
+        """Its last bytes are on their way to a slow client, and neither side has anything more to say."""
+        relay = await make_relay(way, buffers=8192)
+        there = await relay.connect()
+        await there.client.send_eof()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_send_and_end, there.target, bytes(200_000))  # which the window has room for
+            await there.far.done.wait()
+            while there.near.stream.core.state is not State.CLOSED:
+                await trio.lowlevel.checkpoint()
+            assert not there.near.done.is_set()
+            nursery.start_soon(partial(relay.boards[0].cut, *CUT, 30.0))
+            await wait_all_tasks_blocked()
+            assert len(await read_all(there.client)) == 200_000
+
+    @pytest.mark.parametrize("way", BOARDS)
+    async def test_reads_no_more_although_there_is_room_again(self, make_relay: MakeRelay, way: str) -> None:
+        """As for a client that both sends over a full link and is slow to read."""
+        relay = await make_relay(way, buffers=8192)
+        there = await relay.connect()
+        await wait_all_tasks_blocked(0.01)
+        outlet = _FullOutlet(there.near.stream.outlet)
+        (joint,) = relay.boards[0]._joints.values()
+        joint.outlet = outlet
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_pour, there.target, MIB)
+            await there.client.send_all(b"x")
+            await wait_all_tasks_blocked(0.05)
+            assert outlet.waiting
+            nursery.start_soon(partial(relay.boards[0].cut, *CUT, 30.0))
+            await there.far.done.wait()
+            outlet.make_room()
+            assert not there.near.done.is_set()
+            nursery.cancel_scope.cancel()
+
+    async def test_of_nothing_is_over_at_once(self, autojump_clock: MockClock) -> None:
+        began = trio.current_time()
+        await Switchboard().cut(*CUT, 30.0)
+        assert trio.current_time() == began
+
+    async def test_is_spread_over_half_the_time(self, autojump_clock: MockClock) -> None:
+        joints = [_FakeJoint() for _ in range(1000)]
+        began = trio.current_time()
+        await _with(joints).cut(*CUT, 2.0)
+        times = [round(joint.cut_at - began, 3) for joint in joints if joint.cut_at is not None]
+        assert len(times) == 1000
+        assert times == sorted(times)
+        assert 0.9 <= times[-1] <= 1.0
+        assert max(Counter(times).values()) == 20
+        assert all(joint.finished and joint.given_up_at is None for joint in joints)
+
+    async def test_without_any_time_is_at_once(self, autojump_clock: MockClock) -> None:
+        joints = [_FakeJoint(delivered=False) for _ in range(1000)]
+        began = trio.current_time()
+        with trio.move_on_after(0):
+            await _with(joints).cut(*CUT, 0.0)
+        assert {joint.given_up_at for joint in joints} == {began}
+
+    async def test_that_is_cancelled_in_the_middle_resets_those_not_yet_cut_too(
+        self, autojump_clock: MockClock
+    ) -> None:
+        joints = [_FakeJoint(delivered=False) for _ in range(100)]
+        began = trio.current_time()
+        with trio.move_on_after(0.5):
+            await _with(joints).cut(*CUT, 2.0)
+        assert sum(joint.cut_at is None for joint in joints) > 10
+        assert {joint.given_up_at for joint in joints} == {began + 0.5}
+
+
+class _FullOutlet:
+    """A link that is full until it is said that there is room."""
+
+    def __init__(self, real: Outlet) -> None:
+        self.congested = True
+        self.waiting: list[Callable[[], None]] = []
+        self.flush = real.flush
+
+    def when_room(self, call: Callable[[], None]) -> None:
+        self.waiting.append(call)
+
+    def make_room(self) -> None:
+        self.congested = False
+        for call in self.waiting:
+            call()
+
+
+class TestReap:
+    @pytest.mark.parametrize("way", BOARDS)
+    @pytest.mark.parametrize("ended", ["client", "target"])
+    async def test_resets_what_is_half_closed_and_does_not_move(self, relay: Relay, ended: str) -> None:
+        there = await relay.connect()
+        await getattr(there, ended).send_eof()
+        other = there.target if ended == "client" else there.client
+        assert await read_all(other) == b""
+        relay.boards[0].reap()
+        assert not there.near.done.is_set()
+        relay.boards[0].reap()
+        near, far = await there.ended()
+        assert near
+        assert far
+        assert near.code == far.code == "idle"
+
+    @pytest.mark.parametrize("way", BOARDS)
+    @pytest.mark.parametrize("sender", ["client", "target"])
+    async def test_spares_what_moved_meanwhile(self, relay: Relay, sender: str) -> None:
+        there = await relay.connect()
+        ends = {"client": there.client, "target": there.target}
+        end = ends.pop(sender)
+        (other,) = ends.values()
+        await other.send_eof()
+        assert await read_all(end) == b""
+        for _ in range(3):
+            relay.boards[0].reap()
+            await end.send_all(b"still here")
+            assert await read_exactly(other, 10) == b"still here"
+        assert not there.near.done.is_set()
+        await end.send_eof()
+        assert await there.ended() == (None, None)
+
+    @pytest.mark.parametrize("way", BOARDS)
+    async def test_spares_what_is_open_both_ways_however_idle(self, relay: Relay) -> None:
+        there = await relay.connect()
+        await there.client.send_all(b"x")
+        await read_exactly(there.target, 1)
+        for _ in range(3):
+            relay.boards[0].reap()
+        assert not there.near.done.is_set()
+        await there.target.send_all(b"y")
+        assert await read_exactly(there.client, 1) == b"y"

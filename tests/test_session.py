@@ -1359,3 +1359,260 @@ TestTwoSessions = TwoSessions.TestCase
 TestTwoSessions.settings = settings(
     max_examples=100, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+# -- streams that lead on to another link
+
+
+def _leading_on() -> tuple[Side, Stream, Sink, list[Packet]]:
+    """An acceptor with one open stream that leads on, its sink, and what was handed onward."""
+    side = _acceptor()
+    stream, sink, onward = side.dialled[0][0], Sink(), []
+    stream.onward = onward.append
+    stream.attach(sink)
+    return side, stream, sink, onward
+
+
+@pytest.mark.parametrize("packet", [Credit(1, 10), Ping(1, 7), Pong(1, 7)], ids=lambda packet: type(packet).__name__)
+def test_what_is_about_a_window_is_handed_onward_and_goes_nowhere_else(packet: Packet) -> None:
+    side, _, sink, onward = _leading_on()
+    side.receive(packet)
+    assert (onward, sink.calls, side.takes(), side.control) == ([packet], [], [], [])
+
+
+def test_bytes_and_ends_are_not_handed_onward() -> None:
+    side, _, sink, onward = _leading_on()
+    side.session.receive_data(1, memoryview(b"data"))
+    side.receive(Eof(1), Close(1, "reset", "gone"))
+    assert (onward, sink.calls) == ([], [b"data", "eof", ("reset", "reset", "gone")])
+
+
+def test_packets_of_other_streams_are_not_handed_onward() -> None:
+    side, _, _, onward = _leading_on()
+    side.receive(Ping(0, 7), Ping(2, 7), Pong(0, 7), Pong(2, 7), Credit(2, 10))
+    assert (onward, side.takes()) == ([], [Pong(0, 7)])
+
+
+def test_credit_that_is_handed_onward_may_be_used_here() -> None:
+    side, stream, _, _ = _leading_on()
+    side.receive(Credit(1, 10))
+    assert stream.credit == WINDOW + 10
+
+
+def test_credit_from_nothing_is_handed_onward_and_not_told_to_the_sink() -> None:
+    side, stream, sink, onward = _leading_on()
+    stream.send(bytes(WINDOW))
+    side.receive(Credit(1, 10))
+    assert (onward, sink.calls) == ([Credit(1, 10)], [])
+
+
+@pytest.mark.parametrize("amount", [0, 1 << 31])
+def test_credit_that_is_refused_is_not_handed_onward(amount: int) -> None:
+    side, _, _, onward = _leading_on()
+    with pytest.raises(RemoteProtocolError):
+        side.receive(Credit(1, amount))
+    assert onward == []
+
+
+# -- PING and PONG of a stream
+
+
+def test_a_ping_of_a_stream_is_answered_with_its_number_and_token() -> None:
+    side = _acceptor()
+    side.receive(Ping(1, 7))
+    assert side.takes() == [Pong(1, 7)]
+
+
+def test_a_ping_of_a_stream_that_is_not_there_is_ignored() -> None:
+    side = _acceptor()
+    side.receive(Ping(2, 7))
+    assert side.takes() == []
+
+
+def _probed_and_another() -> tuple[Side, Stream, Stream]:
+    """Two streams with half a window taken; the first is being looked at."""
+    side, first = _growing()
+    side.receive(DialReq(2, "x", 1, WINDOW, 1, {}))
+    second = side.dialled[1][0]
+    second.accept()
+    side.session.receive_data(2, memoryview(bytes(WINDOW // 2)))
+    first.consumed(WINDOW // 2)
+    assert Ping(1, 0) in side.takes()
+    return side, first, second
+
+
+def _by_our_reset(side: Side, stream: Stream) -> None:
+    stream.reset("cancelled", "")
+
+
+def _by_their_reset(side: Side, stream: Stream) -> None:
+    side.receive(Close(1, "cancelled", ""))
+
+
+def _by_both_ends(side: Side, stream: Stream) -> None:
+    stream.send_eof()
+    side.receive(Eof(1))
+
+
+def _by_their_end(side: Side, stream: Stream) -> None:
+    """No byte will come any more, so there is no window to look at, and perhaps nobody who answers."""
+    side.receive(Eof(1))
+
+
+@pytest.mark.parametrize("ends", [_by_our_reset, _by_their_reset, _by_both_ends, _by_their_end])
+def test_a_stream_that_ends_while_it_is_looked_at_makes_way_for_others(ends: Callable[[Side, Stream], None]) -> None:
+    side, first, second = _probed_and_another()
+    ends(side, first)
+    side.takes()
+    second.consumed(WINDOW // 2)
+    assert side.takes() == [Credit(2, WINDOW // 2), Ping(2, 0)]
+
+
+def test_the_answer_for_a_stream_that_made_way_does_not_count_for_another() -> None:
+    side, first, second = _probed_and_another()
+    first.reset("cancelled", "")
+    second.consumed(WINDOW // 2)
+    side.session.receive_data(2, memoryview(bytes(WINDOW // 2)))
+    side.receive(Pong(1, 0))
+    assert second.window == WINDOW
+    side.receive(Pong(2, 0))
+    assert second.window == 2 * WINDOW
+
+
+# -- windows of a stream's own
+
+
+@pytest.mark.parametrize("window", [0, 1, 5 * WINDOW])
+def test_a_dial_can_offer_a_window_of_its_own(pair: Pair, window: int) -> None:
+    near = pair.opener.session.open("x", 1, 1, {}, lambda error: None, window)
+    pair.pump()
+    far, request = pair.acceptor.dialled[0]
+    assert (near.window, request.window, far.credit) == (window, window, window)
+
+
+@pytest.mark.parametrize("window", [0, 1, 5 * WINDOW])
+def test_an_answer_can_offer_a_window_of_its_own(pair: Pair, window: int) -> None:
+    near, far, _ = pair.dial()
+    far.accept(window)
+    pair.pump()
+    assert (far.window, near.credit) == (window, window)
+
+
+@pytest.mark.parametrize("by_opener", [True, False])
+def test_a_window_of_its_own_is_what_the_peer_is_held_to(pair: Pair, by_opener: bool) -> None:
+    near = pair.opener.session.open("x", 1, 1, {}, lambda error: None, 10)
+    pair.pump()
+    pair.acceptor.dialled[0][0].accept(10)
+    pair.pump()
+    side = pair.opener if by_opener else pair.acceptor
+    side.session.receive_data(near.id, memoryview(bytes(10)))
+    with pytest.raises(RemoteProtocolError):
+        side.session.receive_data(near.id, memoryview(b"x"))
+
+
+def test_a_window_of_its_own_is_one_streams_alone(pair: Pair) -> None:
+    pair.opener.session.open("x", 1, 1, {}, lambda error: None, 10)
+    near, far = pair.open()
+    assert (near.credit, far.credit) == (WINDOW, WINDOW)
+
+
+# -- whose bytes are queued
+
+
+def _queues(side: Side) -> tuple[int, int]:
+    return side.session.own_queued, side.session.passing
+
+
+def test_what_a_stream_that_leads_on_has_queued_is_passing() -> None:
+    side, stream, _, _ = _leading_on()
+    stream.send(bytes(100))
+    stream.send_eof()
+    assert _queues(side) == (0, 100 + DATA_OVERHEAD + len(Eof(1).encode()))
+
+
+def test_what_any_other_stream_has_queued_is_our_own() -> None:
+    side = _acceptor()
+    side.dialled[0][0].send(bytes(100))
+    assert _queues(side) == (100 + DATA_OVERHEAD, 0)
+
+
+class Queues:
+    """What should be queued on a side whose streams 1 and 3 lead on, and 2 and 4 do not."""
+
+    def __init__(self) -> None:
+        self.side = Side(opener=False)
+        self.sizes: dict[int, deque[int]] = {number: deque() for number in range(1, 5)}
+        self.streams: dict[int, Stream] = {}
+        for number in self.sizes:
+            self.side.receive(DialReq(number, "x", 1, LIMIT, 1, {}))
+            stream = self.streams[number] = self.side.dialled[-1][0]
+            stream.onward = _nowhere if number % 2 else None
+            stream.accept()
+
+    def take(self, number: int, size: int) -> None:
+        for item in self.side.takes(size):
+            if isinstance(item, tuple):
+                assert self.sizes[item[0]].popleft() == len(item[1]) + DATA_OVERHEAD
+            elif isinstance(item, Eof):
+                assert self.sizes[item.stream].popleft() == len(item.encode())
+
+    def send(self, number: int, size: int) -> None:
+        stream = self.streams[number]
+        if stream.may_send and size <= stream.credit:
+            stream.send(bytes(size))
+            self.sizes[number].append(size + DATA_OVERHEAD)
+
+    def end(self, number: int, size: int) -> None:
+        if self.streams[number].may_send:
+            self.streams[number].send_eof()
+            self.sizes[number].append(len(Eof(number).encode()))
+            if size % 2:
+                self.side.receive(Eof(number))
+
+    def reset(self, number: int, size: int) -> None:
+        if self.streams[number].state is not State.CLOSED:
+            self.sizes[number].clear()
+            if size % 2:
+                self.streams[number].reset("reset", "gone")
+            else:
+                self.side.receive(Close(number, "reset", "gone"))
+
+    def check(self) -> None:
+        own, passing = (sum(sum(self.sizes[number]) for number in numbers) for numbers in ((2, 4), (1, 3)))
+        assert _queues(self.side) == (own, passing)
+
+
+_STEP = st.tuples(
+    st.sampled_from([Queues.send, Queues.send, Queues.send, Queues.take, Queues.end, Queues.reset]),
+    st.integers(1, 4),
+    st.integers(1, 20_000),
+)
+
+
+@given(st.lists(_STEP, max_size=60))
+def test_own_and_passing_bytes_are_exact_whatever_happens(
+    steps: list[tuple[Callable[[Queues, int, int], None], int, int]],
+) -> None:
+    queues = Queues()
+    for step, number, size in steps:
+        step(queues, number, size)
+        queues.check()
+    queues.take(0, ALL)
+    assert _queues(queues.side) == (0, 0)
+
+
+def _nowhere(packet: Packet) -> None: ...
+
+
+def test_a_probe_that_is_never_answered_makes_way_in_the_end() -> None:
+    side, stream = _growing()
+    side.receive(DialReq(2, "x", 1, WINDOW, 1, {}))
+    other = side.dialled[1][0]
+    other.accept()
+    stream.consumed(WINDOW // 2)
+    probes: list[Ping] = []
+    for _ in range(100):
+        side.session.receive_data(2, memoryview(bytes(WINDOW // 2)))
+        other.consumed(WINDOW // 2)
+        probes += [packet for packet in side.takes() if isinstance(packet, Ping)]
+    assert probes[:2] == [Ping(1, 0), Ping(2, 0)]

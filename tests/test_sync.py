@@ -22,7 +22,7 @@ from tunnel.backends import Backend, Backends
 from tunnel.config import AgentConfig, Limits, ServerConfig, Timeouts
 from tunnel.connect import Address, Connector
 from tunnel.errors import DnsError, HandshakeRefused, LinkClosed, Refused
-from tunnel.frames import Packet, Welcome
+from tunnel.frames import GoAway, Packet, Welcome
 from tunnel.handshake import AcceptingHandshake, DiallingHandshake, Identity, new_instance, welcome
 from tunnel.link import Link
 from tunnel.server import Server
@@ -117,6 +117,13 @@ class FakeServer:
         self.up = False
         self.drop_links()
 
+    def leave(self) -> None:
+        """Say so over all links, and take no new ones."""
+        self.refusal = HandshakeRefused("leaving", "the server is leaving")
+        for backend in self.backends._instances.values():
+            backend.link.session.send_control(GoAway("soft", 25_000))
+            backend.link.flush()
+
     def tell(self, count: int) -> None:
         self.count = count
         for backend in self.backends._instances.values():
@@ -182,8 +189,11 @@ class Site:
 
     def make_link(self, sock: socket.socket, on_linked: Callable[[], None], on_end: Callable[[], None]) -> Link:
         def control(packet: Packet) -> None:
-            assert isinstance(packet, Welcome)
-            self.loop.told_count(link)
+            if isinstance(packet, GoAway):
+                self.loop.going(link)
+            else:
+                assert isinstance(packet, Welcome)
+                self.loop.told_count(link)
 
         draining = self.loop.state is SyncState.DRAINING
         me = Identity("agent", "edge", self.instance, draining=draining, linked=tuple(self.loop.links))
@@ -780,6 +790,103 @@ async def test_after_an_undrain_all_servers_are_linked(
     assert [hello.draining for hello in servers[1].hellos] == [False]
 
 
+# -- servers that leave
+
+
+@pytest.mark.parametrize("balanced_too", [False, True], ids=["another address", "the same address"])
+async def test_another_server_is_linked_to_before_the_one_that_leaves_is_gone(
+    nursery: trio.Nursery, autojump_clock: MockClock, world: World, balanced_too: bool
+) -> None:
+    leaving, staying = FakeServer(), FakeServer()
+    addresses = world.add("all", [leaving])
+    site = await started(nursery, world, "all")
+    await until(lambda: site.linked_to(leaving), 1)
+    if balanced_too:
+        world.behind[addresses[0]].append(staying)
+    else:
+        world.add("all", [staying])
+    leaving.leave()
+    await until(lambda: site.linked_to(leaving, staying), 60)
+    leaving.stop()
+    await until(lambda: site.linked_to(staying), 1)
+    world.behind[addresses[0]].remove(leaving)
+    await trio.sleep(HOUR)
+    assert site.linked_to(staying)
+
+
+async def test_a_server_that_leaves_keeps_its_link_while_there_is_no_other(
+    nursery: trio.Nursery, autojump_clock: MockClock, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = FakeServer()
+    (address,) = world.add("one", [server])
+    site = await started(nursery, world, "one")
+    await until(lambda: site.linked_to(server), 1)
+    server.leave()
+    await trio.sleep(60)
+    assert site.linked_to(server)
+    tries = [when for when, _ in world.attempts]
+    assert 3 < len(tries) < 60
+    assert [record.getMessage() for record in caplog.records if record.levelno > logging.INFO] == []
+    world.behind[address] = [FakeServer()]
+    await until(lambda: site.linked_to(server, *world.behind[address]), 20)
+
+
+async def test_a_server_that_leaves_is_said_once_and_its_end_is_no_warning(
+    nursery: trio.Nursery, autojump_clock: MockClock, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tunnel.sync")
+    leaving, staying = FakeServer(), FakeServer()
+    world.add("all", [leaving], [staying])
+    site = await started(nursery, world, "all")
+    await until(lambda: site.linked_to(leaving, staying), 1)
+    caplog.clear()
+    leaving.leave()
+    leaving.leave()
+    await wait_all_tasks_blocked()
+    leaving.drop_links()
+    await wait_all_tasks_blocked()
+    assert [(record.levelname, record.getMessage().replace(leaving.id, "ID")) for record in caplog.records[:2]] == [
+        ("INFO", '"server leaving" server_id=ID links=2'),
+        ("INFO", '"link lost" server=all:7400 server_id=ID cause="the peer closed the connection"'),
+    ]
+
+
+async def test_while_draining_a_server_that_leaves_is_replaced_when_its_link_has_ended(
+    nursery: trio.Nursery, autojump_clock: MockClock, world: World
+) -> None:
+    leaving, staying = FakeServer(), FakeServer()
+    (address,) = world.add("one", [leaving])
+    site = await started(nursery, world, "one")
+    await until(lambda: site.linked_to(leaving), 1)
+    site.loop.drain()
+    world.behind[address] = [staying]
+    leaving.leave()
+    await trio.sleep(60)
+    assert site.linked_to(leaving)  # no more links than there were
+    leaving.drop_links()
+    await until(lambda: site.linked_to(staying), 20)
+    assert staying.hellos[-1].draining
+
+
+async def test_a_server_that_left_and_was_replaced_is_not_missing(
+    nursery: trio.Nursery, autojump_clock: MockClock, world: World
+) -> None:
+    leaving, staying, other = FakeServer(), FakeServer(), FakeServer()
+    other.up = False
+    first, _ = world.add("all", [leaving], [other])
+    site = await started(nursery, world, "all")
+    await until(lambda: site.linked_to(leaving), 1)
+    world.behind[first] = [staying]
+    leaving.leave()
+    await until(lambda: site.linked_to(leaving, staying), 20)
+    leaving.stop()
+    await until(lambda: site.linked_to(staying), 1)
+    site.loop.drain()
+    other.up = True
+    await trio.sleep(HOUR)
+    assert site.linked_to(staying)  # while draining, no more links than there were
+
+
 # -- stopping
 
 
@@ -905,7 +1012,8 @@ async def test_an_agent_that_drains_comes_back_draining_and_never_active(nursery
     await nursery.start(agent.run)
     await agent.linked.wait()
     backend = await backend_of(server)
-    await agent.drain("admin")
+    agent.drain()
+    await agent.draining.wait_acked()
     assert (backend.state.value, server.backends.active) == ("draining", 0)
     actives: list[int] = []
     enter = server.backends._enter
@@ -922,7 +1030,8 @@ async def test_a_drain_between_hello_and_welcome_is_the_first_thing_said(nursery
     admit = server._admit
 
     def drain_now(peer: Identity) -> None:
-        agent.draining, agent._drain_seq = True, 1  # what drain() does before it first waits
+        if not agent.draining.draining:
+            agent.drain()
         admit(peer)
 
     server._admit = drain_now  # type: ignore[method-assign]

@@ -40,6 +40,7 @@ from tunnel.frames import (
     Packet,
     UndrainAck,
     Welcome,
+    milliseconds,
 )
 from tunnel.handshake import DiallingHandshake, Identity, new_instance
 from tunnel.lifecycle import EXIT_NEVER_LINKED, Lifecycle, Slices
@@ -193,7 +194,7 @@ class Agent:
             self.state.value.value,
             self.life.open.value - self.dials.pending,
             self.dials.pending,
-            int(self.life.oldest * 1000),
+            milliseconds(self.life.oldest),
             servers - self.draining.unacked,
             servers,
         )
@@ -228,6 +229,9 @@ class Agent:
         if reason not in self.draining.reasons:
             log.info("drain started", reason=reason, open=self.life.open.value, servers=len(self.sync.links))
         self.draining.drain(reason)
+        self._note_change()
+
+    def _note_change(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
 
@@ -245,19 +249,20 @@ class Agent:
     async def _watch_drain(self) -> None:
         """While draining: know when nothing is left, tell servers how far it is, and end what will never end."""
         said: DrainStatus | None = None
-        reaped = 0.0
+        when = reaped = -math.inf
         while True:
             while not self.draining.draining:
                 said, reaped = None, trio.current_time()
                 await self._changed.wait()
             if not self.life.leaving:
                 self._enter_drain_state()
-                self._leave_if_drained()
-            if self.status != said:
-                said = self.status
+                self._leave_if_drained(said)
+            now = trio.current_time()
+            if self.status != said and now - when >= _STATUS:
+                said, when = self.status, now
                 self._send_all(said)
-            if trio.current_time() - reaped >= _REAP:
-                reaped = trio.current_time()
+            if now - reaped >= _REAP:
+                reaped = now
                 self._board.reap()
             with trio.move_on_after(_STATUS):
                 await self._something_new()
@@ -276,13 +281,14 @@ class Agent:
             if not acked:
                 nursery.start_soon(then_stop, self.draining.wait_acked)
 
-    def _leave_if_drained(self) -> None:
-        drained = self.state.value is AgentState.DRAINED
+    def _leave_if_drained(self, said: DrainStatus | None) -> None:
+        """Only when servers have been told: whoever waits for it there is to see it."""
+        drained = self.state.value is AgentState.DRAINED and said is not None and said.state == "drained"
         if self._leave_when_drained and (drained or trio.current_time() >= self._until):
             self.life.leave()
 
     def _send_all(self, packet: Packet) -> None:
-        for link in self.sync.links.values():
+        for link in list(self.sync.links.values()):  # sending may find one broken
             link.session.send_control(packet)
             link.flush()
 
@@ -315,6 +321,7 @@ class Agent:
             on_linked()
             self.linked.set()
             self.draining.linked(link, said)
+            self._note_change()
 
         def ended() -> None:
             on_end()

@@ -30,7 +30,7 @@ from tunnel import logs
 from tunnel.address import Identifier, Target, host_kind
 from tunnel.config import STRATEGIES, Claims
 from tunnel.errors import DialError, DialTimeout, LinkLost, NoBackend, RefusedDraining
-from tunnel.frames import MAX_U32, Drain, DrainAck, DrainCmd, DrainStatus, Packet, Undrain, UndrainAck
+from tunnel.frames import Drain, DrainAck, DrainCmd, DrainStatus, Packet, Undrain, UndrainAck, milliseconds
 from tunnel.handshake import Identity
 from tunnel.link import Link
 from tunnel.pools import BackendState, Bucket
@@ -143,7 +143,7 @@ class Backend:
         """
         if action == "drain":
             self.manager.mark(self)
-        command = DrainCmd(self.instance, action, text, min(int(seconds * 1000), MAX_U32), int(leave))
+        command = DrainCmd(self.instance, action, text, milliseconds(seconds), int(leave))
         self.link.session.send_control(command)
         self.link.flush()
 
@@ -484,7 +484,7 @@ class Backends:
         agent = decision.backend.name
         if decision.fallback:
             self._note_fallback(decision.backend, target)
-        ms = max(1, int(seconds * 1000))
+        ms = max(1, milliseconds(seconds))
         try:
             stream = await decision.backend.link.dial(target.host, target.port, ms=ms, window=window)
         except DialError as error:

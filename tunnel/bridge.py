@@ -6,7 +6,8 @@
 
 Rules that hold here:
 
-- Nothing is kept: each end's credit is the other end's, so whatever arrives may be sent on at once.
+- Nothing is kept: each end's credit is the other end's, so whatever arrives may be sent on at once. What an end that
+  reads nothing can make its link queue is bounded by ``most``, whatever credit it gives.
 - What is about the window of a stream (CREDIT, PING, PONG) passes through to its real end.
 - The bytes of a client that sent EOF before its link ended are delivered, as a socket's are that was closed.
 - Links call ``flush`` when their turn is over, once for all that it put on others.
@@ -60,11 +61,13 @@ class _End:
 
     def onward(self, packet: Credit | Ping | Pong) -> None:
         """Hand the packet to the stream's real end."""
-        if self.other.session.clogged:
+        if self.other.session.crowded:
             self.span.give_up("protocol", "the next link does not take what comes for it")
         elif isinstance(packet, Credit):
+            if self.other.window_left + packet.amount > self.span.most:
+                self.span.give_up("protocol", f"credit for more than {self.span.most} bytes")
             self.other.give_credit(packet.amount)
-        elif self.other.state is not State.CLOSED:
+        else:
             self.other.session.send_control(type(packet)(self.other.id, packet.token))
         self.span.touched.add(self.outlet)
 
@@ -97,10 +100,11 @@ class _Alone:
 class _Span:
     """Both streams, and the task that owns them."""
 
-    __slots__ = ("agent", "client", "error", "finished", "moved", "task", "touched")
+    __slots__ = ("agent", "client", "error", "finished", "most", "moved", "task", "touched")
 
-    def __init__(self, touched: set[Outlet], client: TunnelStream, agent: TunnelStream) -> None:
+    def __init__(self, touched: set[Outlet], most: int, client: TunnelStream, agent: TunnelStream) -> None:
         self.touched = touched
+        self.most = most
         self.client = _End(self, client, agent)
         self.agent = _End(self, agent, client)
         self.finished = False
@@ -113,12 +117,11 @@ class _Span:
         for end in (self.client, self.agent):
             end.core.onward = end.onward
         for end in (self.client, self.agent):
-            if not self.finished:
-                end.core.attach(end)
+            end.core.attach(end)
 
     def reset(self, end: _End, code: str, text: str) -> None:
         """One end was reset by its peer, or its link has gone."""
-        if code == LinkLost.code and end is self.client and end.ended and end.other.state is not State.CLOSED:
+        if code == LinkLost.code and end is self.client and end.ended:
             end.other.attach(_Alone(self, end.other))
             return
         end.other.reset(code, text)
@@ -158,11 +161,15 @@ class _Span:
 class Bridge:
     """All bridged streams of a server. Its links call ``flush`` when they have read.
 
+    Args:
+        most: bytes of credit that one end of a stream may have at a time.
+
     Attributes:
         touched: outlets on which something was queued since.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self.touched: set[Outlet] = set()
         self._spans: dict[_Span, None] = {}  # oldest first
 
@@ -183,7 +190,7 @@ class Bridge:
         Raises:
             StreamReset: one of the two was reset, and so is the other now.
         """
-        span = _Span(self.touched, client, agent)
+        span = _Span(self.touched, self._most, client, agent)
         self._spans[span] = None
         try:
             await self._carry(span, client, agent, window)
@@ -191,7 +198,7 @@ class Bridge:
             del self._spans[span]
 
     async def _carry(self, span: _Span, client: TunnelStream, agent: TunnelStream, window: int) -> None:
-        client.core.accept(agent.core.credit)
+        client.core.accept(min(agent.core.credit, self._most))
         if client.core.credit > window:
             agent.core.give_credit(client.core.credit - window)
         span.attach()

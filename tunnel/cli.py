@@ -42,7 +42,7 @@ from tunnel.config import (
     parse_strategies,
     read_token,
 )
-from tunnel.errors import ConfigError
+from tunnel.errors import ConfigError, first_of
 
 _DEFAULTS = ServerConfig()
 
@@ -71,8 +71,10 @@ class Program(click.Group):
             return super().invoke(ctx)
         except ConfigError as error:
             raise click.UsageError(str(error)) from error
-        except KeyboardInterrupt:
-            raise SystemExit(130) from None
+        except BaseException as error:
+            if isinstance(first_of(error), KeyboardInterrupt):  # out of trio it may come in a group
+                raise SystemExit(130) from None
+            raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the programs, and what operates them, each in the order of declaration."""

@@ -40,7 +40,7 @@ from tunnel.errors import (
     RefusedDraining,
     TunnelError,
 )
-from tunnel.frames import GoAway, GoAwayAck, Packet
+from tunnel.frames import GoAway, GoAwayAck, Packet, milliseconds
 from tunnel.handshake import DiallingHandshake, Identity, new_instance
 from tunnel.link import Link
 from tunnel.stream import TunnelStream
@@ -104,6 +104,8 @@ class Client:
             with trio.move_on_after(self.config.timeouts.shutdown):
                 await self.settle()
         finally:
+            with trio.move_on_after(_GOODBYE, shield=True):
+                await self.settle()
             await self.leave()
             with trio.CancelScope(shield=True):  # bounded by what a link's end takes
                 await self._running.wait()
@@ -261,7 +263,7 @@ class Client:
 
 
 async def _dial(link: Link, target: Target, deadline: float, options: dict[str, Any]) -> TunnelStream:
-    ms = max(1, int((deadline - trio.current_time()) * 1000))
+    ms = max(1, milliseconds(deadline - trio.current_time()))
     return await link.dial(target.host, target.port, ms=ms, options=options)
 
 

@@ -138,7 +138,8 @@ async def _serve_here(service: Service, stream: TunnelStream, target: Target) ->
 async def _talk(service: Service, stream: TunnelStream, target: Target) -> None:
     try:
         await service(stream)
-    except* trio.BrokenResourceError as group:
+    except* trio.BrokenResourceError as group:  # the stream, or what the service carried from elsewhere
+        stream.reset("reset", f"service: {first_of(group)}")
         cause = first_of(group).__cause__
         _log_reset(stream, target, cause if isinstance(cause, StreamReset) else StreamReset("reset", str(group)))
 

@@ -22,7 +22,7 @@ from enum import Enum
 import trio
 
 from tunnel import logs
-from tunnel.frames import Drain, DrainAck, Packet, Undrain, UndrainAck
+from tunnel.frames import Drain, DrainAck, Packet, Undrain, UndrainAck, milliseconds
 from tunnel.link import Link
 
 log = logs.get_logger(__name__)
@@ -115,7 +115,7 @@ class AgentDrain:
     def _say(self) -> None:
         self._seq += 1
         before, self._unacked = self._unacked, {}
-        for link in self._links():
+        for link in list(self._links()):  # telling one may find it broken
             self._unacked[link] = before.pop(link, trio.Event())
             self._tell(link)
         for event in before.values():
@@ -129,7 +129,7 @@ class AgentDrain:
         if self.phase is DrainPhase.ACTIVE:
             return Undrain(self._seq)
         seconds, streams = self._remaining()
-        return Drain(self._seq, self.phase.value, ",".join(sorted(self.reasons)), int(seconds * 1000), streams)
+        return Drain(self._seq, self.phase.value, ",".join(sorted(self.reasons)), milliseconds(seconds), streams)
 
     # -- links
 

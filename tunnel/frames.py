@@ -257,6 +257,11 @@ _VALUES = {kind: _getter(kind) for kind in _KINDS}
 _SHAPES = {kind: [(field.name, _CHECKS[field.type]) for field in fields(kind)] for kind in _KINDS}
 
 
+def milliseconds(seconds: float) -> int:
+    """As the wire has them: whole, and as many as it can say at most."""
+    return int(min(seconds * 1000, MAX_U32))
+
+
 def data_header(stream: int, size: int) -> bytes:
     """What stands before ``size`` bytes of payload in a DATA frame."""
     return _DATA_HEADER.pack(size + DATA_BODY_OVERHEAD, _ARRAY_OF_3, DATA, _UINT32, stream, _BIN32, size)

@@ -130,9 +130,11 @@ class ClientLinks:
 
     Args:
         seconds: longest time that a dial may take, whatever the client says.
+        most_window: bytes that a client may take unasked.
     """
 
-    def __init__(self, backends: Backends, bridge: Bridge, book: Book, seconds: float) -> None:
+    def __init__(self, backends: Backends, bridge: Bridge, book: Book, seconds: float, most_window: int) -> None:
+        self._most_window = most_window
         self._backends = backends
         self._bridge = bridge
         self._book = book
@@ -141,6 +143,9 @@ class ClientLinks:
     async def serve(self, stream: TunnelStream, request: DialReq) -> None:
         """One stream of a client."""
         window = stream.core.credit
+        if window > self._most_window:
+            stream.refuse(DialProtocolError(f"a window of {window} bytes; taken: at most {self._most_window}"))
+            return
         with trio.CancelScope() as scope:
             stream.core.attach(Dialling(scope))
             try:

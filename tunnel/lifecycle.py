@@ -182,6 +182,7 @@ class Lifecycle:
         if not self.leaving:
             self._began = trio.current_time()
             self.exit_code = exit_code
+            self._began = trio.current_time()
             self._leaving.set()
 
     def cut(self) -> None:
@@ -286,9 +287,9 @@ class Lifecycle:
         event = "second signal, cutting" if self._hurry else "drain deadline, cutting"
         log.warning(event, streams=self.cuts)
         seconds = 0.0 if self._hurry else max(0.0, self._at(self.plan.cut) - trio.current_time())
-        deadline = trio.current_time() + seconds
-        self._connections.cancel_scope.deadline = deadline
-        with trio.CancelScope(deadline=deadline):
+        if seconds:
+            self._connections.cancel_scope.deadline = trio.current_time() + seconds
+        with trio.move_on_after(seconds):
             await self._program.cut(seconds)
             await self.open.wait_value(0)
         self._connections.cancel_scope.cancel()

@@ -168,7 +168,7 @@ class Link:
                     nursery.start_soon(self._guard, self._write)
                     await self._greet()
                     task_status.started(self)
-                    await self._keep_alive()
+                    await self._guard(self._keep_alive)
         finally:
             with trio.move_on_after(2 * _GOODBYE, shield=True):  # it bounds itself to less
                 await self._bury()
@@ -367,6 +367,8 @@ class Link:
         """
         if self.why is not None:
             raise LinkLost(str(self.why))
+        if self.session.crowded:
+            raise LinkLost("the link does not take what comes for it")
         task = trio.lowlevel.current_task()
         answer: list[DialError | None] = []
 

@@ -216,7 +216,7 @@ class _Joint:
 
     def resume(self) -> None:
         """Read again, after a lack of credit or of room."""
-        if not self.finished and not self.read_done:
+        if not self.finished and not self.read_done and not self.cutting:
             self.watch(reading=True)
             self.readable()
 
@@ -306,7 +306,7 @@ class _Joint:
         if code:
             self.broke(OSError(code, "the connection broke"))
         else:  # closed in both directions, with bytes left to read: do not ask again before there is credit
-            self.board.remove(self)
+            self.board.poller.unregister(self.fd)
             self.mask = -1
 
     def broke(self, error: OSError) -> None:
@@ -408,7 +408,7 @@ class Switchboard:
 
     def remove(self, joint: _Joint) -> None:
         """Do not watch it any more."""
-        if self._joints.pop(joint.fd, None) is not None:
+        if self._joints.pop(joint.fd, None) is not None and joint.mask >= 0:
             self.poller.unregister(joint.fd)
 
     async def join(self, sock: socket.socket, stream: TunnelStream, early: bytes = b"") -> None:
@@ -464,12 +464,31 @@ class Switchboard:
         self._flush()
 
 
+_board: trio.lowlevel.RunVar[Switchboard] = trio.lowlevel.RunVar("tunnel.relay")
+
+
+def _shared_board() -> Switchboard:
+    """The switchboard of this run of trio, for sockets whose process has no other."""
+    try:
+        return _board.get()
+    except LookupError:
+        board = Switchboard()
+        _board.set(board)
+        trio.lowlevel.spawn_system_task(board.run)
+        return board
+
+
 async def pump(local: trio.abc.HalfCloseableStream, stream: TunnelStream, early: bytes = b"") -> None:
     """What ``Switchboard.join`` does, for a local connection that is any half-closeable trio stream.
 
     Raises:
         StreamReset: one of the two was reset, and so is the other now.
     """
+    if isinstance(local, trio.SocketStream) and not stream.used:
+        with socket.socket(fileno=local.socket.detach()) as sock:
+            sock.setblocking(False)
+            await _shared_board().join(sock, stream, early)
+        return
     failure: StreamReset | None = None
 
     async def copy(source: trio.abc.ReceiveStream, sink: trio.abc.HalfCloseableStream, first: bytes = b"") -> None:

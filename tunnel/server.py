@@ -36,7 +36,7 @@ from tunnel.errors import (
     RemoteProtocolError,
     first_of,
 )
-from tunnel.frames import DialReq, GoAway, GoAwayAck, Packet
+from tunnel.frames import DialReq, GoAway, GoAwayAck, Packet, milliseconds
 from tunnel.frontends import ClientLinks, FrontEnds
 from tunnel.handshake import AcceptingHandshake, Identity, welcome
 from tunnel.lifecycle import Lifecycle, Phase, Slices
@@ -76,10 +76,10 @@ class Server:
         self.life = Lifecycle(self, config.timeouts.shutdown)
         self.addresses: dict[str, list[ListenAddress]] = {"links": [], "connect": [], "forward": []}
         self._board = Switchboard()
-        self._bridge = Bridge()
+        self._bridge = Bridge(config.limits.window)
         self.book = Book()
         self.carried = Traffic()
-        self._clients = ClientLinks(self.backends, self._bridge, self.book, config.dial_timeout)
+        self._clients = ClientLinks(self.backends, self._bridge, self.book, config.dial_timeout, config.limits.window)
         self._links: dict[Link, AcceptingHandshake] = {}
         self._told: set[Link] = set()  # those that were told GOAWAY(soft)
         self._unacked: dict[Link, trio.Event] = {}  # those that owe an ack of GOAWAY(final)
@@ -141,7 +141,7 @@ class Server:
     def _tell_go_away(self, link: Link) -> None:
         if link not in self._told and link in self._links:
             self._told.add(link)
-            link.session.send_control(GoAway("soft", int(self.life.remaining * 1000)))
+            link.session.send_control(GoAway("soft", milliseconds(self.life.remaining)))
             link.flush()
 
     async def _reap(self) -> None:
@@ -169,8 +169,8 @@ class Server:
     async def final(self) -> None:
         """See ``lifecycle.Program``."""
         self._unacked = {link: trio.Event() for link in self._links if link.peer is not None}
-        for link in self._unacked:
-            link.session.send_control(GoAway("final", int(self.life.remaining * 1000)))
+        for link in list(self._unacked):  # telling one may find it broken
+            link.session.send_control(GoAway("final", milliseconds(self.life.remaining)))
             link.flush()
         with trio.move_on_after(_FINAL_ACK):
             while self._unacked:

@@ -56,6 +56,7 @@ _REMEMBERED = 1024  # ids for which a CLOSE was sent lately: their late DATA nee
 _MAX_CREDIT = 1 << 31
 _MAX_CONTROL = 4 * 1024 * 1024  # bytes of control packets that may wait for a peer that reads nothing
 _PROBE = 0  # the token of a PING that measures a stream
+_PATIENCE = 64  # probes not made because another one's PONG is missing, before that is given up
 
 Frame = tuple[bytes, ...]
 OnAnswer = Callable[[DialError | None], None]
@@ -161,6 +162,11 @@ class Stream:
             raise LocalProtocolError(f"cannot answer {self!r}")
 
     # -- sending
+
+    @property
+    def window_left(self) -> int:
+        """Bytes that the peer may still send now."""
+        return self._window_left
 
     @property
     def may_send(self) -> bool:
@@ -295,6 +301,7 @@ class Stream:
         """For the session."""
         if self.state not in _MAY_RECEIVE:
             raise RemoteProtocolError(f"EOF for stream {self.id}, which is {self.state.name}")
+        self.session.look_away(self)
         if self.state is State.OPEN:
             self.state = State.REMOTE_EOF
         else:
@@ -385,6 +392,7 @@ class Session:
         self.most_data = MAX_U32
         self.probed: Stream | None = None  # whose window is being looked at
         self.probed_left = 0  # what its peer may still send without the credit that the PING goes along with
+        self._waited = 0
         self._most_window = most_window
         self._spare = spare
         self.queued = 0
@@ -472,8 +480,7 @@ class Session:
             self._spare += stream.grown
             self._closed_sent += stream.sent
             self._closed_received += stream.received
-            if self.probed is stream:
-                self.probed = None
+            self.look_away(stream)
             self._on_streams(len(self._streams))
 
     # -- what is to be sent
@@ -542,6 +549,11 @@ class Session:
         """Whether more control packets wait for the peer than it should leave unread."""
         return self._control_size > _MAX_CONTROL
 
+    @property
+    def crowded(self) -> bool:
+        """Whether so much waits that what comes from other links should stop: only this peer's own may end its link."""
+        return self._control_size * 2 > _MAX_CONTROL
+
     def _check_control(self) -> None:
         """Who sends what has to be answered must read the answers."""
         if self.clogged:
@@ -584,9 +596,17 @@ class Session:
 
     def probe(self, stream: Stream, left: int) -> None:
         """For a stream that returns credit, and whose peer had ``left`` before: is it the window that bounds it?"""
-        if self.probed is None and self._spare and stream.window < self._most_window:
+        self._waited += 1
+        free = self.probed is None or self._waited > _PATIENCE
+        if free and self._spare and stream.window < self._most_window:
+            self._waited = 0
             self.probed, self.probed_left = stream, left
             self.send_control(Ping(stream.id, _PROBE))
+
+    def look_away(self, stream: Stream) -> None:
+        """For a stream to which no byte will come any more: another one may be probed."""
+        if self.probed is stream:
+            self.probed = None
 
     def _receive_pong(self, packet: Pong) -> None:
         stream = self._streams.get(packet.stream)

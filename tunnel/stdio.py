@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -37,13 +38,13 @@ class Stdio(trio.abc.HalfCloseableStream):
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
         """See ``trio.abc.ReceiveStream``. If cancelled, what is read next is lost."""
-        return await _in_thread(os.read, _STDIN, max_bytes or _CHUNK)
+        return await _in_thread(_read, _STDIN, max_bytes or _CHUNK)
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """See ``trio.abc.SendStream``."""
         rest = bytes(data)
         while rest:
-            rest = rest[await _in_thread(os.write, _STDOUT, rest) :]
+            rest = rest[await _in_thread(_write, _STDOUT, rest) :]
 
     async def wait_send_all_might_not_block(self) -> None:
         """See ``trio.abc.SendStream``."""
@@ -68,6 +69,29 @@ async def _in_thread(call: Callable[..., T], *arguments: object) -> T:
         raise trio.BrokenResourceError(f"standard input or output: {error.strerror}") from error
 
 
+def _read(source: int, size: int) -> bytes:
+    while True:
+        try:
+            return os.read(source, size)
+        except BlockingIOError:  # somebody else who has it too made it so
+            select.select([source], [], [])
+
+
+def _write(sink: int, data: bytes) -> int:
+    while True:
+        try:
+            return os.write(sink, data)
+        except BlockingIOError:
+            select.select([], [sink], [])
+
+
+def _fill_standard_streams() -> None:
+    """Where one was closed, the next socket would get its number, and be read and written as if it were that."""
+    while (nowhere := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(nowhere)
+
+
 async def _carry(servers: Sequence[Target], target: Target, agent: str | None) -> None:
     async with open_client(*map(str, servers)) as client:
         await pump(Stdio(), await client.dial(target.host, target.port, agent=agent))
@@ -75,6 +99,7 @@ async def _carry(servers: Sequence[Target], target: Target, agent: str | None) -
 
 def run(servers: Sequence[Target], target: Target, agent: str | None) -> int:
     """Run as this process's program; the exit code. What went wrong is said on standard error."""
+    _fill_standard_streams()
     try:
         trio.run(_carry, servers, target, agent)
     except DialError as error:
@@ -88,5 +113,5 @@ def run(servers: Sequence[Target], target: Target, agent: str | None) -> int:
 
 def _complain(text: str) -> None:
     shown = "".join(char if char.isprintable() else "?" for char in text)  # an agent may have said anything
-    with contextlib.suppress(OSError):  # nobody reads that either
+    with contextlib.suppress(OSError, AttributeError):  # nobody reads that either, or it was closed from the start
         sys.stderr.write(f"tunnel connect: {shown}\n")

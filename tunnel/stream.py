@@ -98,6 +98,11 @@ class TunnelStream(trio.abc.HalfCloseableStream):
     def __repr__(self) -> str:
         return f"<TunnelStream {self.core!r}>"
 
+    @property
+    def used(self) -> bool:
+        """Whether it holds what arrives; until then, the switchboard can take what is beneath it."""
+        return self._attached
+
     def _attach(self) -> None:
         if not self._attached:
             self._attached = True

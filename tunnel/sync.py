@@ -98,7 +98,7 @@ class _Door:
         leads_to: the server that each address led to last.
         busy: addresses with an attempt in progress, its back-off included.
         lost: addresses whose link was lost since.
-        missing: how many links were lost and not replaced since.
+        missing: how many links were lost, or to servers that are leaving, and not replaced since.
         failed: whether an attempt has failed.
         changed: set when there may be something to do.
         link_lost: set when a link was lost; ends every back-off, since what it waited for may be another now.
@@ -175,6 +175,7 @@ class SyncLoop:
         self._on_failure = on_failure
         self._doors = [_Door(server, timeouts) for server in servers]
         self._at_most: int | None = None
+        self._door_of: dict[Link, _Door] = {}
 
     def __repr__(self) -> str:
         return f"<SyncLoop {self.state.name} links={len(self.links)}>"
@@ -191,7 +192,7 @@ class SyncLoop:
     def drain(self) -> None:
         """RUNNING -> DRAINING."""
         if self.state is SyncState.RUNNING:
-            self._at_most = len(self.links) + sum(door.missing for door in self._doors)
+            self._at_most = self._staying() + sum(door.missing for door in self._doors)
             self._enter(SyncState.DRAINING)
 
     def undrain(self) -> None:
@@ -220,9 +221,13 @@ class SyncLoop:
         """The server of a link is leaving: link elsewhere, and keep this one."""
         if not link.going:
             link.going = True
+            self._door_of[link].missing += 1
             log.info("server leaving", server_id=_server_id(link), links=len(self.links))
             for door in self._doors:
                 door.changed.set()
+
+    def _staying(self) -> int:
+        return sum(not link.going for link in self.links.values())
 
     def _stays(self, server: str | None) -> bool:
         """Whether there is a link to a server, and it is not leaving."""
@@ -309,6 +314,7 @@ class SyncLoop:
         door.duplicates(address).reset()
         door.missing = max(0, door.missing - 1)
         self.links[server] = link
+        self._door_of[link] = door
         self.ever_linked = True
         log.info("linked", server=door.name, server_id=server, links=len(self.links))
         self.told_count(link)
@@ -319,7 +325,8 @@ class SyncLoop:
             return
         del self.links[_server_id(link)]
         door.lost.add(address)
-        door.missing += 1
+        del self._door_of[link]
+        door.missing += not link.going
         if trio.current_time() - link.since >= self._timeouts.stable:
             door.backoff(address).reset()
         if not isinstance(link.why, LinkStopped) and self.state is not SyncState.STOPPED:

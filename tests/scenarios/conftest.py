@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from endpoints import Blackhole, NewTarget, Target, closed_port
-from programs import Nginx, Program, Service, Sshd, StartProgram, free_port, needs, run
-from tunnels import NewTunnel, Tunnel
+from programs import Nginx, Program, Service, Sshd, StartProgram, Stdio, free_port, needs, run
+from tunnels import NewTunnel, StartForward, StartSocks, StartStdio, Tunnel
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def _check(program: Program, *, killed: bool) -> None:
@@ -83,6 +87,54 @@ def tunnel(start: StartProgram, target: NewTarget) -> Iterator[NewTunnel]:
             return new
 
         yield tunnel
+
+
+@pytest.fixture
+def forward(start: StartProgram) -> StartForward:
+    """Starts ``tunnel forward`` with targets on loopback, each on a port that the system chooses."""
+
+    def forward(tunnel: Tunnel, *targets: object) -> Program:
+        program = start("forward", *(f"127.0.0.1:0=127.0.0.1:{target}" for target in targets), "--server", tunnel.links)
+        program.port("forward", nth=len(targets))
+        return program
+
+    return forward
+
+
+@pytest.fixture
+def stdio(target: NewTarget) -> Iterator[StartStdio]:
+    """Starts ``tunnel connect`` to a port on loopback, or to a whole target."""
+    with contextlib.ExitStack() as stack:
+
+        def stdio(tunnel: Tunnel, target: int | str, **streams: object) -> Stdio:
+            whole = f"127.0.0.1:{target}" if isinstance(target, int) else target
+            return stack.enter_context(contextlib.closing(Stdio(whole, tunnel.links, **streams)))
+
+        yield stdio
+
+
+@pytest.fixture
+def socks(start: StartProgram, tmp_path: Path) -> Iterator[StartSocks]:
+    """Starts the example that serves SOCKS5; its port. It must end like our own programs."""
+    with contextlib.ExitStack() as stack:
+
+        def socks(tunnel: Tunnel, *options: str) -> int:
+            file = str(EXAMPLES / "socks5_frontend.py")
+            argv = [sys.executable, file, "--listen", "127.0.0.1:0", "--server", tunnel.links, *options]
+            service = Service(argv, tmp_path / "socks.log")
+            stack.callback(_check_example, service)
+            service.wait_until(lambda: "listening on" in service.printed())
+            found = re.search(r"^listening on 127\.0\.0\.1:(\d+)$", service.printed(), re.MULTILINE)
+            assert found, service.printed()
+            return int(found[1])
+
+        yield socks
+
+
+def _check_example(service: Service) -> None:
+    code = service.stop()
+    assert code == 0, f"exit code {code}: {service.printed()}"
+    assert "Traceback" not in service.printed()
 
 
 @pytest.fixture(params=["connect", "forward"])

@@ -1,4 +1,4 @@
-"""Processes for the scenarios: our own two programs, and the programs of others that stand behind or before them.
+"""Processes for the scenarios: our own programs, and the programs of others that stand behind or before them.
 
 Rules that hold here:
 
@@ -125,6 +125,10 @@ class Program:
             pytest.fail(f"never logged: {event} {facts}\n{self}")
         return self.said(event, **facts)[nth - 1]
 
+    def port(self, use: str, nth: int = 1) -> int:
+        """Where it listens for ``links``, ``connect`` or ``forward``; of several, the nth."""
+        return int(self.wait_for("listening", nth, use=use)["address"].rpartition(":")[2])
+
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
 
@@ -162,6 +166,41 @@ class Program:
 StartProgram = Callable[..., Program]
 
 
+def connect_argv(target: str, server: str) -> list[str]:
+    """``tunnel connect``, which has no log: its standard input and output are the stream."""
+    return [sys.executable, "-m", "tunnel", "connect", target, "--server", server]
+
+
+class Stdio:
+    """``tunnel connect``, with pipes to this process unless its input or output is something else.
+
+    Attributes:
+        input, output: this side's ends of the pipes.
+    """
+
+    def __init__(self, target: str, server: str, stdin: Any = subprocess.PIPE, stdout: Any = subprocess.PIPE) -> None:
+        self._process = subprocess.Popen(
+            connect_argv(target, server), stdin=stdin, stdout=stdout, stderr=subprocess.PIPE, bufsize=0
+        )
+        self.input: Any = self._process.stdin
+        self.output: Any = self._process.stdout
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def ended(self) -> tuple[int, str]:
+        """The exit code, and what it said on stderr."""
+        code = self._process.wait(DEADLINE)
+        assert self._process.stderr
+        return code, self._process.stderr.read().decode()
+
+    def close(self) -> None:
+        """Kill it if it still runs; close the pipes."""
+        self._process.kill()
+        with self._process:
+            pass
+
+
 class Service:
     """A program of others that runs until it is stopped; what it prints goes to a file."""
 
@@ -181,13 +220,14 @@ class Service:
     def printed(self) -> str:
         return self._output.read_text(errors="replace")
 
-    def stop(self) -> None:
+    def stop(self) -> int:
+        """SIGTERM, and the exit code. One that does not end is killed."""
         self._process.terminate()
         try:
-            self._process.wait(DEADLINE)
+            return self._process.wait(DEADLINE)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            return self._process.wait()
 
 
 def run(*argv: str, seconds: float = 100.0) -> bytes:

@@ -82,7 +82,7 @@ def test_a_second_signal_cuts_open_streams(tunnel: NewTunnel, target: NewTarget,
     assert program.running
     program.signal(signal.SIGTERM)
     assert program.ended() == 4
-    assert program.said("cutting open connections", open=1)
+    assert program.said("second signal, cutting", streams=1)
     with pytest.raises(ConnectionResetError):
         sock.recv(1)
 

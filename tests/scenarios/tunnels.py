@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from endpoints import connect, connect_head, read_head, read_refusal
-from programs import Program
+from programs import Program, Stdio
 
 
 @dataclass
@@ -25,7 +25,12 @@ class Tunnel:
 
     def port(self, use: str) -> int:
         """Where the server listens for ``links``, ``connect`` or ``forward``."""
-        return int(self.server.wait_for("listening", use=use)["address"].rpartition(":")[2])
+        return self.server.port(use)
+
+    @property
+    def links(self) -> str:
+        """Where clients and agents find the server."""
+        return f"127.0.0.1:{self.port('links')}"
 
     def client(self, use: str) -> socket.socket:
         """A client's connection to the server, on which nothing was said yet."""
@@ -55,3 +60,6 @@ class Tunnel:
 
 
 NewTunnel = Callable[..., Tunnel]
+StartForward = Callable[..., Program]
+StartStdio = Callable[..., Stdio]
+StartSocks = Callable[..., int]
