@@ -40,7 +40,9 @@ class Programs:
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> Programs:
     programs = Programs()
-    for name in ("server", "agent", "forwarder", "stdio", "demo"):
+    for name in ("run_server", "run_agent", "run_forwarder"):
+        monkeypatch.setattr(f"tunnel.programs.{name}", programs.run)
+    for name in ("stdio", "demo"):
         module = ModuleType(f"tunnel.{name}")
         monkeypatch.setattr(module, "run", programs.run, raising=False)
         monkeypatch.setitem(sys.modules, module.__name__, module)

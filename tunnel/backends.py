@@ -451,7 +451,7 @@ class Backends:
         began = trio.current_time()
         code, asked = "cancelled", "none"
         try:
-            stream, backend = await self._dial(target, began + seconds, agent, window)
+            stream, backend = await self._dial(target, seconds, agent, window)
             code, asked = "ok", backend.state.value
         except DialError as error:
             code, asked = error.code, error.state
@@ -462,9 +462,9 @@ class Backends:
         return stream
 
     async def _dial(
-        self, target: Target, deadline: float, agent: str | None, window: int | None
+        self, target: Target, seconds: float, agent: str | None, window: int | None
     ) -> tuple[TunnelStream, Backend]:
-        seconds = deadline - trio.current_time()
+        deadline = trio.current_time() + seconds
         with trio.CancelScope(deadline=deadline):
             decision = self.decide(target, agent)
             try:

@@ -23,6 +23,7 @@ from tunnel.address import Identifier, ListenAddress, Target
 from tunnel.errors import ConfigError
 
 LONGEST_NAME = 128
+_NO_URL = (".", "..")  # names that a path cannot hold: it would lead elsewhere
 STRATEGIES = ("destHost", "defaultRoute", "default")
 LOWEST_PRIORITY = 99
 _CLAIMS_BYTES = 2048  # of identifiers, together: a HELLO must fit into what is taken before authentication
@@ -349,14 +350,14 @@ def parse_strategies(text: str) -> tuple[str, ...]:
 
 
 def parse_agent_name(text: str) -> str:
-    """The same text, if it is 1 to 128 printable characters without white space.
+    """The same text, if it is 1 to 128 printable characters without white space, and neither ``.`` nor ``..``.
 
     Raises:
         ConfigError: it is not.
     """
-    if not 1 <= len(text) <= LONGEST_NAME or not text.isprintable() or " " in text:
+    if not 1 <= len(text) <= LONGEST_NAME or not text.isprintable() or " " in text or text in _NO_URL:
         raise ConfigError(
-            f"{_shown(text)} is not an agent name; taken: 1 to {LONGEST_NAME} printable characters, no spaces"
+            f"{_shown(text)} is not an agent name; taken: 1 to {LONGEST_NAME} printable characters, no spaces, not . or .."
         )
     return text
 
