@@ -58,6 +58,12 @@ class FakeSession:
         self.sent.append(packet)
 
 
+class FakeStream(str):
+    """Takes what is noted on a stream."""
+
+    via: str
+
+
 class FakeLink:
     """What a backend needs of a link; ``serve`` is what a dial through it comes to."""
 
@@ -82,7 +88,7 @@ class FakeLink:
         self.dials.append(ms)
         self.session.streams += 1
         try:
-            return await self.serve(host, port) if self.serve else f"stream through {self.peer.name}"
+            return await self.serve(host, port) if self.serve else FakeStream(f"stream through {self.peer.name}")
         except BaseException:
             self.session.streams -= 1
             raise

@@ -357,7 +357,8 @@ def parse_agent_name(text: str) -> str:
     """
     if not 1 <= len(text) <= LONGEST_NAME or not text.isprintable() or " " in text or text in _NO_URL:
         raise ConfigError(
-            f"{_shown(text)} is not an agent name; taken: 1 to {LONGEST_NAME} printable characters, no spaces, not . or .."
+            f"{_shown(text)} is not an agent name; taken: 1 to {LONGEST_NAME} printable characters, no spaces, "
+            "and neither . nor .."
         )
     return text
 
