@@ -15,13 +15,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from tunnel.address import Identifier, Target
-from tunnel.admin.app import admin_site, health_site, is_here
+from tunnel.admin.app import admin_site, health_site
+from tunnel.admin.gate import is_here
 from tunnel.admin.heart import Heart
 from tunnel.admin.openapi import document
 from tunnel.admin.site import Site
 from tunnel.agent import Agent, AgentState
 from tunnel.config import Claims, Token
 from tunnel.desk import AgentDesk, ServerDesk
+from tunnel.frames import DrainStatus
 from tunnel.operate import DrainView, Operated
 from tunnel.server import Server
 
@@ -481,7 +483,7 @@ class TestAgents:
         said = (await of_server(house).get("/api/v1/agents/one")).json()
         assert (said["name"], [agent["name"] for agent in said["agents"]]) == ("one", ["one", "one"])
 
-    @pytest.mark.parametrize("name", ["Zürich", "a/b", "a/drain", "..", "%", "a%2Fb", "?#&", "{name}", "漢字"])
+    @pytest.mark.parametrize("name", ["Zürich", "a/b", "a/drain", "...", "%", "a%2Fb", "?#&", "{name}", "漢字"])
     async def test_a_name_may_be_any(self, house: House, name: str) -> None:
         await house.serve()
         agent = await house.agent(name)
@@ -490,7 +492,7 @@ class TestAgents:
         assert (await ask.put(f"{path}/drain")).json()["told"] == 1
         await drained(agent)
 
-    @pytest.mark.parametrize("name", ["%20", "a%0Ab", "%1B[2J", "x" * 129, "%FF", "%E2%80%AE"])
+    @pytest.mark.parametrize("name", ["%20", "%2E", "%2E%2E", "a%0Ab", "%1B[2J", "x" * 129, "%FF", "%E2%80%AE"])
     @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
     async def test_what_is_no_name_is_refused(self, house: House, method: str, name: str) -> None:
         await house.serve()
@@ -523,6 +525,30 @@ class TestAgents:
         await agent.state.wait_value(AgentState.READY)
         await wait_all_tasks_blocked()
         assert house.server.backends.active == 1
+
+    async def test_what_an_agent_says_of_its_drain_is_news_at_once(
+        self, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("tunnel.admin.app._GLANCE", 1000.0)
+        await house.serve()
+        agent = await house.agent("one")
+        ask = of_server(house)
+        await ask.put("/api/v1/agents/one/drain")
+        with trio.fail_after(10):
+            await until_drained(ask, "one")
+        rev = (await ask.get("/api/v1/agents/one/drain")).json()["rev"]
+        response: list[httpx.Response] = []
+        async with trio.open_nursery() as nursery:
+
+            async def poll() -> None:
+                response.append(await ask.get(f"/api/v1/agents/one/drain?wait=60s&since={rev}"))
+
+            nursery.start_soon(poll)
+            await wait_all_tasks_blocked()
+            (backend,) = house.server.backends.all()
+            backend.on_control(DrainStatus("draining", 7, 0, 0, 1, 1))
+        assert response[0].json()["agents"][0]["drain"]["open"] == 7
+        assert agent.state.value is AgentState.DRAINED
 
     async def test_a_drain_without_a_deadline_has_none(self, house: House) -> None:
         await house.serve()

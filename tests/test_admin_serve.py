@@ -8,7 +8,7 @@ import os
 import socket
 import stat
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -184,21 +184,34 @@ class TestServing:
             assert (await exchange(addresses["admin"], "\x00\x01\r\n\r\n")).startswith("HTTP/1.1 400 ")
             assert (await exchange(addresses["admin"])).startswith("HTTP/1.1 200 ")
 
-    @pytest.mark.parametrize("path", ["/api/v1/events", "/api/v1/drain?wait=60s&since=REV", "/metrics"])
+    @pytest.mark.parametrize(
+        "path", ["/api/v1/events", "/api/v1/drain?wait=60s&since=REV", "/api/v1/streams", "/livez"]
+    )
     async def test_a_client_that_leaves_in_the_middle_makes_room(
         self, house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, path: str
     ) -> None:
+        monkeypatch.setattr(ServerDesk, "streams", lambda *_: ["x" * 8_000_000])
+        monkeypatch.setattr("hypercorn.config.Config.keep_alive_timeout", 1000)
         desk = ServerDesk(await house.serve())
         async with served(desk, on_loopback()) as (addresses, _):
-            rev = await rev_at(addresses["admin"])
-            monkeypatch.setattr("tunnel.admin.serve._MOST_CONNECTIONS", 2)
-            stream = await open_to(addresses["admin"], path.replace("REV", rev))
-            await wait_all_tasks_blocked(0.01)
+            first = await open_to(addresses["admin"], "/api/v1/drain")
+            rev = json.loads((await answer(first)).partition("\r\n\r\n")[2])["rev"]
+            await first.aclose()
+            monkeypatch.setattr("tunnel.admin.serve._MOST_CONNECTIONS", 1)
+            stream = await self._in_turn(addresses["admin"])
+            await stream.send_all(f"GET {path.replace('REV', rev)} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            if "wait" not in path:
+                await stream.receive_some(1)
             await stream.aclose()
-            again = await open_to(addresses["admin"])
-            while await ended_by_peer(again):
-                again = await open_to(addresses["admin"])
+            with trio.fail_after(20):
+                await self._in_turn(addresses["admin"])
         assert said(caplog) == []
+
+    async def _in_turn(self, address: str) -> trio.SocketStream:
+        """A connection, when there is room for one."""
+        while await ended_by_peer(stream := await open_to(address)):
+            pass
+        return stream
 
 
 class TestEnd:
@@ -232,39 +245,49 @@ class TestEnd:
             rest = b"".join([data async for data in watcher])
             assert (head + rest).endswith(b"0\r\n\r\n")  # a whole answer, not one that was cut off
 
-    async def test_a_client_that_takes_nothing_holds_it_up_for_a_second_at_most(
-        self, house: House, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @pytest.fixture
+    def endless(self, monkeypatch: pytest.MonkeyPatch) -> str:
+        """A path with an answer that does not fit anywhere, and nobody loses patience with who does not take it."""
         monkeypatch.setattr(ServerDesk, "streams", lambda *_: ["x" * 8_000_000])
-        desk = ServerDesk(await house.serve())
-        async with served(desk, on_loopback()) as (addresses, closing):
-            stuck = await open_to(addresses["admin"], "/api/v1/streams")
-            await wait_all_tasks_blocked(0.05)
-            with trio.fail_after(10):  # its own patience alone would be longer
-                closing.set()
-                while not await _refused(addresses["admin"]):  # noqa: ASYNC110
-                    await trio.sleep(0.01)
-        await stuck.aclose()
+        monkeypatch.setattr("tunnel.admin.talk._SEND_SECONDS", 1000.0)
+        return "/api/v1/streams"
 
-    async def test_cancelling_ends_it_at_once(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(ServerDesk, "streams", lambda *_: ["x" * 8_000_000])
+    async def test_a_client_that_takes_nothing_does_not_hold_it_up(self, house: House, endless: str) -> None:
         desk = ServerDesk(await house.serve())
-        with trio.CancelScope() as scope:
+        with trio.fail_after(30):
             async with served(desk, on_loopback()) as (addresses, _):
-                stuck = await open_to(addresses["admin"], "/api/v1/streams")
-                await wait_all_tasks_blocked(0.05)
+                stuck = await open_to(addresses["admin"], endless)
+                assert await stuck.receive_some(1)
+
+    async def test_cancelling_ends_it_at_once(self, house: House, endless: str) -> None:
+        desk = ServerDesk(await house.serve())
+        with trio.fail_after(30), trio.CancelScope() as scope:
+            async with served(desk, on_loopback()) as (addresses, _):
+                stuck = await open_to(addresses["admin"], endless)
+                assert await stuck.receive_some(1)
                 scope.cancel()
                 await trio.sleep_forever()
-        await stuck.aclose()
         assert scope.cancelled_caught
 
+    async def test_a_client_that_takes_nothing_is_let_go(
+        self, house: House, endless: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("tunnel.admin.talk._SEND_SECONDS", 0.01)
+        desk = ServerDesk(await house.serve())
+        async with served(desk, on_loopback()) as (addresses, _):
+            stuck = await open_to(addresses["admin"], endless)
+            await trio.sleep(0.1)  # while it takes nothing
+            with trio.fail_after(30), suppress(trio.BrokenResourceError):
+                while await stuck.receive_some(1 << 20):
+                    pass
 
-async def _refused(address: str) -> bool:
-    try:
-        await (await open_to(address)).aclose()
-    except OSError:
-        return True
-    return False
+    async def test_a_silent_connection_is_let_go(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("hypercorn.config.Config.keep_alive_timeout", 1000)
+        monkeypatch.setattr("tunnel.admin.talk._SILENCE", 0.2)
+        desk = ServerDesk(await house.serve())
+        async with served(desk, on_loopback()) as (addresses, _):
+            with trio.fail_after(30):
+                assert await (await open_to(addresses["admin"])).receive_some(1) == b""
 
 
 class TestEvents:

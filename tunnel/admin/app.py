@@ -2,26 +2,21 @@
 
 Rules that hold here:
 
-- GET changes nothing. Whatever changes something is said in the log: who asked, and why; and needs the token, if one is
-  set.
+- GET changes nothing. Whatever changes something is said in the log: who asked, and why.
 - Nothing is remembered between requests: ``rev`` follows from what it stands for.
 - Long polls and event streams end when the listener is about to close.
-- A browser that was led here by a name of somebody else is turned away: on loopback only addresses and ``localhost``
-  are names of this place.
 
 This file must not know how anything is listened on, or who is operated beyond ``operate.py``.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import json
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -34,10 +29,11 @@ from trio_util import wait_any
 
 from tunnel import logs
 from tunnel.address import Target
+from tunnel.admin.gate import gate
+from tunnel.admin.health import Health, readiness_of, who_is
 from tunnel.admin.heart import Heart
 from tunnel.admin.openapi import document
 from tunnel.admin.site import (
-    Gate,
     Handler,
     Problem,
     Site,
@@ -48,7 +44,6 @@ from tunnel.admin.site import (
     duration,
     fields,
     flag,
-    has_gone,
     plain,
     seconds,
     step,
@@ -68,12 +63,11 @@ _GLANCE = 0.2  # seconds between two looks of a long poll, for what is not told 
 _TICK = 1.0  # seconds between two events
 _DRAIN = {"reason": text, "deadline_s": seconds, "exit": flag}
 _EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
-_HOST = re.compile(r"\[(?P<v6>[^\]]*)\](:\d+)?|(?P<name>[^:]*)(:\d+)?")
 
 
 def health_site(operated: Operated, heart: Heart) -> Site:
     """The health paths alone."""
-    return Site(_Health(operated, heart).paths(), lambda request: None)
+    return Site(Health(operated, heart).paths(), lambda request: None)
 
 
 def admin_site(
@@ -81,77 +75,7 @@ def admin_site(
 ) -> Site:
     """All paths; ``guarded``: turn away who was led here by somebody else's name."""
     admin = _Server(operated, closing) if is_server(operated) else _Agent(operated, closing)
-    return Site({**_Health(operated, heart).paths(), **admin.paths()}, _gate(token, guarded=guarded))
-
-
-# -- who may ask
-
-
-def _gate(token: Token | None, *, guarded: bool) -> Gate:
-    def check(request: Request) -> None:
-        if guarded and not is_here(request.headers.get("host", "localhost")):
-            raise Problem(421, "misdirected", "this is no name of this place; taken: an IP address, or localhost")
-        if token and request.method not in ("GET", "HEAD", "OPTIONS"):
-            scheme, _, shown = request.headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not token.matches(shown.strip()):
-                text = "the token is missing or wrong; taken: Authorization: Bearer TOKEN"
-                raise Problem(401, "unauthorized", text, {"www-authenticate": "Bearer"})
-
-    return check
-
-
-def is_here(host: str) -> bool:
-    """Whether a Host header is no name that somebody else could lead here."""
-    found = _HOST.fullmatch(host)
-    name = (found["v6"] or found["name"] or "") if found else ""
-    try:
-        return name.lower() == "localhost" or bool(ipaddress.ip_address(name))
-    except ValueError:
-        return False
-
-
-# -- health
-
-
-class _Health:
-    def __init__(self, operated: Operated, heart: Heart) -> None:
-        self._operated = operated
-        self._heart = heart
-
-    def paths(self) -> dict[str, Mapping[str, Handler]]:
-        return {
-            "/livez": {"GET": self._alive},
-            "/healthz": {"GET": self._alive},
-            "/readyz": {"GET": self._ready},
-        }
-
-    async def _alive(self, request: Request) -> Response:
-        return answer({"alive": self._heart.alive}, 200 if self._heart.alive else 503)
-
-    async def _ready(self, request: Request) -> Response:
-        exclude = request.query_params.get("exclude")
-        if exclude not in (None, "drain"):
-            raise bad_request(f"exclude: {exclude!r:.80} is not taken; taken: drain")
-        found = _readiness(self._operated, "draining" if exclude else "")
-        if "verbose" in request.query_params:
-            found |= _who(self._operated) | {"state": self._operated.drain_view().state}
-        return answer(found, 200 if found["ready"] else 503)
-
-
-def _readiness(operated: Operated, exclude: str = "") -> dict[str, Any]:
-    readiness, drain = operated.readiness, operated.drain_view()
-    reasons = [reason for reason in readiness.reasons if reason != exclude]
-    return {
-        "ready": readiness.ready or not reasons,
-        "reasons": reasons,
-        "open": drain.open,
-        "pending": drain.pending,
-        "remaining_s": drain.remaining_s,
-    }
-
-
-def _who(operated: Operated) -> dict[str, Any]:
-    return {"role": operated.role, "name": operated.name, "instance": operated.instance}
+    return Site({**Health(operated, heart).paths(), **admin.paths()}, gate(token, guarded=guarded))
 
 
 # -- what both programs have
@@ -187,7 +111,7 @@ class _Program:
 
     def _drain_object(self) -> dict[str, Any]:
         view = self._operated.drain_view()
-        return {**_who(self._operated), **_fields_of(view), "rev": _rev(_news(view))}
+        return {**who_is(self._operated), **_fields_of(view), "rev": _rev(_news(view))}
 
     async def _drain(self, request: Request) -> Response:
         found = await self._until_news(request, self._drain_object)
@@ -212,7 +136,7 @@ class _Program:
     # -- the switch
 
     async def _ready(self, request: Request) -> Response:
-        return answer(_readiness(self._operated))
+        return answer(readiness_of(self._operated))
 
     async def _put_ready(self, request: Request) -> Response:
         said = await fields(request, {"ready": flag})
@@ -220,7 +144,7 @@ class _Program:
             raise bad_request("ready is missing; taken: true or false")
         _log_change(request, "ready", ready=said["ready"])
         self._operated.switched_off = not said["ready"]
-        return answer(_readiness(self._operated))
+        return answer(readiness_of(self._operated))
 
     # -- what is open
 
@@ -240,7 +164,7 @@ class _Program:
         since = request.query_params.get("since")
         while True:
             found, left = look(), end - trio.current_time()
-            if found["rev"] != since or left <= 0 or self._closing.is_set() or has_gone(request):
+            if found["rev"] != since or left <= 0 or self._closing.is_set():
                 return found
             with trio.move_on_after(min(left, _GLANCE)):
                 await wait_any(self._operated.news, self._closing.wait)
@@ -250,13 +174,13 @@ class _Program:
             return plain(b"", "text/event-stream")
         if self._watchers >= MOST_WATCHERS:
             raise Problem(503, "busy", f"{MOST_WATCHERS} are watching already")
-        return partial(self._stream_events, request)
+        return self._stream_events
 
-    async def _stream_events(self, request: Request, _scope: Scope, _receive: Receive, send: Send) -> None:
+    async def _stream_events(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         self._watchers += 1
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
-            while not self._closing.is_set() and not has_gone(request):
+            while not self._closing.is_set():
                 event = f"data: {self._news_now()}\n\n"
                 await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
                 with trio.move_on_after(_TICK):
@@ -277,7 +201,7 @@ class _Program:
         carried: Any = counts["bytes_total"]
         return {
             "drain": self._drain_object(),
-            "ready": _readiness(self._operated),
+            "ready": readiness_of(self._operated),
             "streams_open": counts["open_streams"],
             "sent": carried["sent",],
             "received": carried["received",],

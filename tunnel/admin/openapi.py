@@ -164,12 +164,13 @@ _DEADLINE: Schema = {
     "description": "In how many seconds the drain should be over.",
 }
 _SERVER_DRAIN, _AGENT_DRAIN = _body(_LEAVE), _body({**_LEAVE, "deadline_s": _DEADLINE})
+_AGENT_NAME: Schema = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[!-~]*[!-,/-~-][!-~]*$"}
 _NAME: Schema = {
     "name": "name",
     "in": "path",
     "required": True,
-    "schema": {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[!-~]+$"},
-    "description": "Printable characters, no spaces; percent-encoded.",
+    "schema": _AGENT_NAME,
+    "description": "Printable characters, no spaces, and neither . nor ..; percent-encoded.",
 }
 
 
@@ -262,7 +263,7 @@ _SERVER_PATHS: Schema = {
             "How a target finds its agent now.",
             _answers(200, "The decision, and what was considered.", _ref("Explanation"), 400),
             _query("target", _TARGET, "HOST:PORT or [IPV6]:PORT.", required=True),
-            _query("agent", {"type": "string", "minLength": 1, "pattern": "^[!-~]+$"}, "Only those of this name."),
+            _query("agent", _AGENT_NAME, "Only those of this name."),
         )
     },
 }

@@ -148,12 +148,6 @@ def asked_by(request: Request) -> str:
     return str(ListenAddress(request.client.host.partition("%")[0], request.client.port))
 
 
-def has_gone(request: Request) -> bool:
-    """Whether who asked does not listen any more, as far as ``serve.py`` can tell."""
-    gone: Callable[[], bool] = request.scope.get("state", {}).get("gone", lambda: False)
-    return gone()
-
-
 def step(request: Request, name: str) -> str:
     """The part of the path that stands for this.
 

@@ -2,13 +2,13 @@
 
 Rules that hold here:
 
-- A client that takes nothing for long is let go, as is one on whose connection nothing moves for longer than an answer
-  may take.
+- A client that ends its direction has gone, and so does what was being answered. One that takes nothing for long is let
+  go, as is one on whose connection nothing moves for longer than an answer may take.
 - At the end idle connections are closed at once, and others when they were answered.
 
 Of Hypercorn this uses what talks on one connection. Its own listening keeps the sockets to itself, and shields every
-send, for ever if need be: nobody could hurry it. It does not look at a connection while it answers there, and forgets
-one that breaks meanwhile; so this looks after both.
+send, for ever if need be: nobody could hurry it. It also waits for answers that nobody reads any more, and for ever
+after a send that failed; so here a connection has a scope, which is cancelled then.
 
 This file must not know how anybody came here.
 """
@@ -59,10 +59,9 @@ class Talk:
 
     async def _serve(self, app: ASGIWrapper, connection: _Connection) -> None:
         self._connections.add(connection)
-        state = ConnectionState({"gone": connection.has_gone})
         try:
             with connection.scope:
-                await TCPServer(app, self._config, self._context, state, connection)  # type: ignore[arg-type]
+                await TCPServer(app, self._config, self._context, ConnectionState({}), connection)  # type: ignore[arg-type]
         finally:
             connection.abort()
             self._connections.discard(connection)
@@ -99,7 +98,6 @@ class _Connection:
     def __init__(self, sock: socket.socket) -> None:
         self.socket = trio.socket.from_stdlib_socket(sock)
         self.scope = trio.CancelScope(deadline=trio.current_time() + _SILENCE)
-        self._sock = sock
         try:
             self._stream = trio.SocketStream(self.socket)
         except ValueError:
@@ -107,7 +105,7 @@ class _Connection:
             raise
 
     async def receive_some(self, most: int) -> bytes:
-        """See ``trio.SocketStream``. It is not read from while an answer is made: at its end there is nothing to do."""
+        """See ``trio.SocketStream``. At the end of what the client says there is nothing left to do."""
         data = await self._stream.receive_some(most)
         self._moved()
         if not data:
@@ -126,15 +124,6 @@ class _Connection:
 
     def _moved(self) -> None:
         self.scope.deadline = trio.current_time() + _SILENCE
-
-    def has_gone(self) -> bool:
-        """Whether the client has ended its direction, or all of the connection."""
-        try:
-            return self._sock.recv(1, socket.MSG_PEEK) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
 
     async def send_eof(self) -> None:
         """See ``trio.SocketStream``."""
