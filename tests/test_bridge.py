@@ -614,7 +614,7 @@ async def test_an_agent_that_a_client_has_clogged_keeps_its_link(memory: Tunnel,
 async def test_a_dial_over_a_link_that_takes_nothing_fails_and_the_link_lives(
     memory: Tunnel, little_control: int
 ) -> None:
-    raw, of_raw, near = await _stuck_agent(memory)
+    raw, of_raw, _ = await _stuck_agent(memory)
     while not of_raw.session.crowded:
         of_raw.session.send_control(Ping(0, 3))
     with pytest.raises(LinkLost, match="does not take what comes for it"):
