@@ -84,7 +84,7 @@ async def main(count: int, dials: int, log: Path) -> None:
         nursery.cancel_scope.cancel()
     server.terminate()
     server.wait()
-    served = Counter(agent.served for agent in agents)
+    served = Counter(agent.dials.served for agent in agents)
     times.sort()
     print(f"{count} agents linked in {linked:.2f} s; {each / 1024:.1f} KiB each in the server")
     print(f"{dials} dials in {took:.2f} s, {BURST} at once; median {times[len(times) // 2] * 1000:.1f} ms")
