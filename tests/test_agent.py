@@ -727,7 +727,8 @@ async def test_an_agent_links_elsewhere_and_keeps_what_it_has_when_a_server_leav
     await _linked_to(agent, 1)
     assert set(agent.sync.links) == {staying.identity.instance}
     assert agent.linked.is_set()
-    assert not _above(caplog, logging.INFO)
+    # its address is still in the name: a try at it may have failed by now, which is worth a warning
+    assert [text for text in _above(caplog, logging.INFO) if "link failed" not in text] == []
 
 
 async def _linked_to(agent: Agent, count: int) -> None:

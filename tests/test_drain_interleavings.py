@@ -32,7 +32,7 @@ from typing import Any, cast
 
 import pytest
 import trio
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock, wait_all_tasks_blocked
 
@@ -66,7 +66,10 @@ KNOWN_AS = {  # what a server that has acknowledged takes an agent for; a comman
     DrainPhase.FINAL: (FINAL,),
 }
 TARGETS = ("quick.test", "slow.test", "silent.test", "refused.test")
-FORWARDS = [*[(target, agent) for target in TARGETS[:2] for agent in (None, "a0")], *((target, None) for target in TARGETS[2:])]
+FORWARDS = [
+    *[(target, agent) for target in TARGETS[:2] for agent in (None, "a0")],
+    *((target, None) for target in TARGETS[2:]),
+]
 BUDGETS = (0.0, 0.5, 3.0, 9.0)
 LATENCIES = (0.0, 0.001, 0.02, 0.1)
 DIAL_TIMEOUT = 6.0
@@ -366,7 +369,9 @@ class World:
             self._start(Life(f"{name}.{len(self.lives)}", Agent(config)))
 
     def _timeouts(self) -> Timeouts:
-        return Timeouts(handshake=4.0, shutdown=BUDGETS[-1] if self.gentle else self._dice.choice(BUDGETS), backoff_max=2.0)
+        return Timeouts(
+            handshake=4.0, shutdown=BUDGETS[-1] if self.gentle else self._dice.choice(BUDGETS), backoff_max=2.0
+        )
 
     def _start(self, life: Life) -> None:
         self.lives.append(life)
@@ -382,7 +387,7 @@ class World:
         life.life.leave()
 
     def roll(self, name: str) -> None:
-        """A server leaves, if another one will do, and a new one takes its place. No dial meets two of those."""
+        """A server leaves, if another one will do; some time later a new one is there. No dial meets two of those."""
         life = self._server(name)
         others = [server for server in self.servers if server is not life and not server.life.leaving]
         long_ago = trio.current_time() - self._rolled > DIAL_TIMEOUT
@@ -396,8 +401,8 @@ class World:
         return any(server.program.backends.of_instance(life.program._instance) for life in self.agents[:1])
 
     async def _follow(self, life: Life) -> None:
-        while life.alive:
-            await trio.sleep(0.1)
+        await life.life.phase.wait_value(Phase.EXIT)
+        await trio.sleep(DIAL_TIMEOUT)  # a client that goes there at once would find no agent yet
         self.start_server(life.label)
 
     def hurry(self, life: Life) -> None:
@@ -474,7 +479,9 @@ class World:
         self._nursery.start_soon(self._dial_by_client, *FORWARDS[number], done)
 
     async def _dial_by_client(self, target: str, agent: str | None, done: trio.Event) -> None:
-        stream = await self._record(None, f"client to {target} by {agent}", self.client.dial(target, 80, agent=agent, timeout=DIAL_TIMEOUT))
+        stream = await self._record(
+            None, f"client to {target} by {agent}", self.client.dial(target, 80, agent=agent, timeout=DIAL_TIMEOUT)
+        )
         if stream is not None:
             await done.wait()
             await stream.aclose()

@@ -213,8 +213,11 @@ class Agent:
 
     def undrain(self, reason: str = "admin") -> bool:
         """Take that reason to drain back. False if it is too late, or another reason remains."""
+        was_draining = self.draining.draining
         if self.life.leaving or not self.draining.undrain(reason):
             return False
+        if not was_draining:
+            return True
         self._until, self._leave_when_drained = math.inf, False
         self._drain_ended("undone")
         self.sync.undrain()
@@ -369,3 +372,5 @@ class Agent:
             stream.refuse(RefusedDraining("the agent has left"))
         else:
             self.late += self.draining.draining
+            if self.state.value is AgentState.DRAINED:  # not any more, not for one turn
+                self.state.value = AgentState.DRAINING

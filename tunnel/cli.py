@@ -71,8 +71,8 @@ class Program(click.Group):
             return super().invoke(ctx)
         except ConfigError as error:
             raise click.UsageError(str(error)) from error
-        except BaseException as error:
-            if isinstance(first_of(error), KeyboardInterrupt):  # out of trio it may come in a group
+        except (KeyboardInterrupt, BaseExceptionGroup) as error:  # out of trio it may come in a group
+            if isinstance(first_of(error), KeyboardInterrupt):
                 raise SystemExit(130) from None
             raise
 

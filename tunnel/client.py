@@ -106,8 +106,8 @@ class Client:
         finally:
             with trio.move_on_after(_GOODBYE, shield=True):
                 await self.settle()
-            await self.leave()
-            with trio.CancelScope(shield=True):  # bounded by what a link's end takes
+            with trio.move_on_after(4 * _GOODBYE, shield=True):  # more than goodbyes and the links' ends take
+                await self.leave()
                 await self._running.wait()
                 self._nursery.cancel_scope.cancel()
                 await self._ended.wait()

@@ -64,6 +64,9 @@ class FrontEnds:
             except DialError:
                 close_with_reset(sock)
                 return
+            except trio.Cancelled:  # an end without a byte would look like the target's own
+                close_with_reset(sock)
+                raise
             await self._join("forward", forward.target, sock, stream)
 
     async def connect(self, sock: socket.socket) -> None:
