@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import tunnel
-from tunnel import cli, early
+from tunnel import cli, early, logs
 from tunnel.address import Identifier, ListenAddress, Target
 from tunnel.config import AgentConfig, Claims, ClientConfig, Forward, ServerConfig
 from tunnel.errors import ConfigError
@@ -55,6 +55,7 @@ def type_(monkeypatch: pytest.MonkeyPatch) -> Iterator[Type]:
     """Types a line, split at its spaces, with the given variables."""
     for variable in [name for name in os.environ if name.startswith("TUNNEL_")]:
         monkeypatch.delenv(variable)
+    monkeypatch.setattr(logs, "_Aside", logs._Handler)  # what is logged is there when the line has been run
     root, ours = logging.getLogger(), logging.getLogger("tunnel")
     before, levels = set(root.handlers), (root.level, ours.level)
     yield lambda line, **variables: CliRunner().invoke(cli.program, line.split(), env=variables)

@@ -9,7 +9,9 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -40,6 +42,10 @@ def configured(level: str, fmt: str, stream: io.StringIO | None = None) -> io.St
     stream = stream or io.StringIO()
     logs.configure(level, fmt, stream)
     return stream
+
+
+def read_json(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
 def without_time(line: str) -> str:
@@ -206,3 +212,41 @@ def test_a_program_without_stderr_still_runs() -> None:
     script = "import os, sys; sys.stderr = None; from tunnel import logs; logs.configure('info', 'auto')"
     script += "; logs.get_logger('tunnel').error('x')"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+# -- beside the program
+
+
+class Stalled(io.StringIO):
+    """Takes nothing until it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.goes_on.wait(30)
+        return super().write(text)
+
+
+def test_a_reader_that_stalls_stalls_nobody_and_hears_how_much_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = Stalled()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(logs, "_MOST_LINES", 10)
+    logs.configure("info", "json")
+    for number in range(100):
+        log.info("said", number=number)
+    stderr.goes_on.set()
+    logs.configure("info", "json", io.StringIO())  # the first one has written what it had
+    events = read_json(stderr)
+    numbers = [event["number"] for event in events if event["event"] == "said"]
+    lost = sum(event["lines"] for event in events if event["event"] == "log lines lost")
+    assert numbers == sorted(numbers)
+    assert lost > 0
+    assert len(numbers) + lost == 100
+
+
+def test_what_was_logged_last_is_written_before_the_program_ends() -> None:
+    code = "from tunnel import logs; logs.configure('info', 'json'); logs.get_logger('tunnel.x').info('last words')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stderr)["event"] == "last words"

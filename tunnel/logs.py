@@ -5,7 +5,7 @@ Rules that hold here:
 - Modules log through ``get_logger(__name__)``: a word or two for the event, the facts as keywords. They go into the
   standard library's logging, so a program that embeds this package decides what becomes of them.
 - No value can break out of its line: whatever is not printable is escaped in both formats, whoever sent it.
-- Logging never raises into its caller, not even when nobody reads stderr any more.
+- Logging never raises into its caller, not even when nobody reads stderr any more; nor does it wait for who reads.
 - A disabled call costs a level check and nothing else.
 
 This file must not know who logs what.
@@ -13,13 +13,20 @@ This file must not know who logs what.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import logging
+import queue
 import sys
+import threading
 import traceback
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
+
+_MOST_LINES = 10_000  # that wait for who reads them
+_LAST_WORDS = 0.5  # seconds that they get at the end, twice
 
 
 class Logger:
@@ -73,10 +80,13 @@ def configure(level: str, fmt: str, stream: TextIO | None = None) -> None:
     stream = stream or sys.stderr
     if fmt == "auto":
         fmt = "logfmt" if stream and stream.isatty() else "json"
-    handler = _Handler(stream)
+    handler = _Aside(stream) if stream is sys.stderr else _Handler(stream)
     handler.setFormatter(_Json() if fmt == "json" else _Logfmt())
     root, threshold = logging.getLogger(), logging.getLevelNamesMapping()[level.upper()]
-    root.handlers = [other for other in root.handlers if not isinstance(other, _Handler)] + [handler]
+    for other in [other for other in root.handlers if isinstance(other, _Handler)]:
+        root.removeHandler(other)
+        other.close()
+    root.addHandler(handler)
     root.setLevel(max(threshold, logging.WARNING))
     logging.getLogger("tunnel").setLevel(threshold)
 
@@ -91,6 +101,45 @@ class _Event(dict[str, object]):
 class _Handler(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Let it go: a reader that went away must not end the program, and there is nowhere left to complain."""
+
+
+class _Aside(_Handler):
+    """Writes in a thread of its own. A reader that stalls costs lines, which are counted, and never the traffic."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._lines: queue.Queue[str | None] = queue.Queue(_MOST_LINES)
+        self._lost = 0
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.put_nowait(self.format(record))
+        except queue.Full:
+            self._lost += 1
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            self._put(line)
+            lost, self._lost = self._lost, 0
+            if lost:
+                event = _Event(event="log lines lost", lines=lost)
+                self._put(self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, event, None, None)))
+
+    def _put(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+            self.stream.write(f"{line}\n")
+            self.stream.flush()
+
+    def close(self) -> None:
+        """Let the thread write what is left, if that goes at all."""
+        atexit.unregister(self.close)
+        with contextlib.suppress(queue.Full):
+            self._lines.put(None, timeout=_LAST_WORDS)
+        self._thread.join(_LAST_WORDS)
+        super().close()
 
 
 class _Json(logging.Formatter):

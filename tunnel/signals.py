@@ -27,6 +27,7 @@ from tunnel.notify import notify
 log = logs.get_logger(__name__)
 
 _SAME_PRESS = 0.5  # seconds within which signals count as one
+_STATUS = 10.0  # seconds between two words to the service manager
 
 Command = Callable[[], object]
 
@@ -68,10 +69,17 @@ async def _obey(
 
 
 async def _tell_manager(life: Lifecycle) -> None:
+    """Say when it is ready and when it stops, and meanwhile that it lives, as often as is asked for."""
+    seconds = min(_STATUS, int(os.environ.get("WATCHDOG_USEC", "0") or 0) / 2_000_000 or _STATUS)
     await life.phase.wait_value(Phase.READY)
     notify("READY=1")
-    await life.phase.wait_value(lambda phase: phase is not Phase.READY)
-    notify("STOPPING=1")
+    while True:
+        phase = life.phase.value
+        notify(f"WATCHDOG=1\nSTATUS={phase.value}, {life.open.value} open")
+        with trio.move_on_after(seconds):
+            await life.phase.wait_value(lambda now, phase=phase: now is not phase)
+            if phase is Phase.READY:
+                notify("STOPPING=1")
 
 
 async def live(life: Lifecycle, drain: Command | None = None, undrain: Command | None = None) -> int:
