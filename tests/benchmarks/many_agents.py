@@ -35,7 +35,8 @@ def start_server(log: Path) -> tuple[subprocess.Popen[bytes], dict[str, int]]:
     while len(ports) < 2:
         time.sleep(0.05)
         events = [json.loads(line) for line in log.read_text().splitlines()]
-        ports = {event["use"]: int(event["address"].rpartition(":")[2]) for event in events}
+        said = [event for event in events if event["event"] == "listening"]
+        ports = {event["use"]: int(event["address"].rpartition(":")[2]) for event in said}
     return server, ports
 
 
