@@ -47,7 +47,7 @@ from tunnel.errors import (
     StreamReset,
     Unreachable,
 )
-from tunnel.frames import Close, Decoder, DialReq, DialRsp, Eof, Packet
+from tunnel.frames import Close, Decoder, DialReq, DialRsp, Eof, GoAway, GoAwayAck, Packet
 from tunnel.handshake import DiallingHandshake, Identity, welcome
 from tunnel.lifecycle import Phase
 from tunnel.link import Link
@@ -759,6 +759,9 @@ class SlowServer:
             self._decoder.feed(await self._stream.receive_some())
         return self._packets.pop(0)
 
+    async def say(self, packet: Packet) -> None:
+        await self._stream.send_all(packet.encode())
+
     async def rest(self) -> list[Packet]:
         """Everything to the end of the connection, but for DATA."""
         async with self._stream:
@@ -816,6 +819,27 @@ async def test_a_client_that_is_cancelled_still_sends_what_was_closed(slow: Slow
     visiting.cancel()
     assert await slow.rest() == [Eof(1), Close(0, "leaving", "the client is leaving")]
     assert slow.received == 8 * MIB
+
+
+async def test_a_client_that_is_about_to_end_looks_for_no_other_server(slow: SlowServer, nursery: trio.Nursery) -> None:
+    left = trio.Event()
+
+    async def visit() -> None:
+        limits = Limits(high_water=1 << 30)
+        async with open_client(slow.address, limits=limits) as client, await client.dial("x", 1) as stream:
+            await stream.send_all(bytes(8 * MIB))
+        left.set()
+
+    nursery.start_soon(visit)
+    await slow.dialled.wait()
+    await wait_all_tasks_blocked()
+    await slow.say(GoAway("soft", 1000))
+    await wait_all_tasks_blocked(0.01)
+    assert not left.is_set()
+    rest = await slow.rest()
+    assert rest == [GoAwayAck("soft"), Eof(1), Close(0, "leaving", "the client is leaving")]
+    assert slow.received == 8 * MIB
+    await left.wait()
 
 
 async def test_a_client_that_is_about_to_end_dials_no_more(slow: SlowServer, nursery: trio.Nursery) -> None:

@@ -15,11 +15,10 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
-from conftest import MakeLinks
 from house import (
     Held,
     House,
@@ -40,6 +39,9 @@ from trio_util import AsyncValue
 
 import tunnel
 from tunnel.connect import Connector
+
+if TYPE_CHECKING:
+    from conftest import MakeLinks
 
 
 def load(name: str) -> ModuleType:

@@ -195,7 +195,7 @@ class Agent:
             self.life.open.value - self.dials.pending,
             self.dials.pending,
             milliseconds(self.life.oldest),
-            servers - self.draining.unacked,
+            self.draining.informed,
             servers,
         )
 
@@ -343,6 +343,7 @@ class Agent:
             on_linked=linked,
             on_end=ended,
         )
+        self.draining.linking(link, said)
         return link
 
     def _control(self, link: Link, packet: Packet) -> None:

@@ -247,8 +247,8 @@ class Client:
                 self._nursery.start_soon(self._move_from, link)
 
     async def _move_from(self, link: Link) -> None:
-        """Have new dials go elsewhere as soon as possible; the old link ends when its last stream has."""
-        while link.why is None and self.link is link:
+        """Have new dials go elsewhere as soon as possible, if there will be any; the old link ends with its streams."""
+        while link.why is None and self.link is link and not self._closed:
             try:
                 await self.connect(besides=link)
             except NoServer:

@@ -58,6 +58,7 @@ class AgentDrain:
         self._links = links
         self._remaining = remaining
         self._seq = 0
+        self._linking: dict[Link, bool] = {}  # what their HELLO says, by links that are not up yet
         self._unacked: dict[Link, trio.Event] = {}  # by links that owe an ack of what was said last
 
     def __repr__(self) -> str:
@@ -72,6 +73,11 @@ class AgentDrain:
     def unacked(self) -> int:
         """How many links owe an acknowledgement."""
         return len(self._unacked)
+
+    @property
+    def informed(self) -> int:
+        """How many of the links that are up owe none."""
+        return sum(link not in self._unacked for link in self._links())
 
     # -- changes
 
@@ -118,6 +124,9 @@ class AgentDrain:
         for link in list(self._links()):  # telling one may find it broken
             self._unacked[link] = before.pop(link, trio.Event())
             self._tell(link)
+        for link, said in self._linking.items():  # told when they are up; a server may have heard the HELLO by now
+            if self._is_news(said):
+                self._unacked[link] = before.pop(link, trio.Event())
         for event in before.values():
             event.set()
 
@@ -133,11 +142,19 @@ class AgentDrain:
 
     # -- links
 
+    def linking(self, link: Link, said: bool) -> None:
+        """A link is begun whose HELLO says whether this side drains: if that changes, it owes an acknowledgement."""
+        self._linking[link] = said
+
     def linked(self, link: Link, said: bool) -> None:
-        """A link is up whose HELLO said whether this side drains: if that has changed, say it before anything else."""
-        if self.draining != said or self.phase is DrainPhase.FINAL:
-            self._unacked[link] = trio.Event()
+        """It is up: if what its HELLO said has changed, say so before anything else."""
+        self._linking.pop(link, None)
+        if self._is_news(said):
+            self._unacked.setdefault(link, trio.Event())
             self._tell(link)
+
+    def _is_news(self, said: bool) -> bool:
+        return self.draining != said or self.phase is DrainPhase.FINAL
 
     def acked(self, link: Link, packet: DrainAck | UndrainAck) -> None:
         """A server has acknowledged."""
@@ -146,6 +163,7 @@ class AgentDrain:
 
     def gone(self, link: Link) -> None:
         """A link owes nothing any more."""
+        self._linking.pop(link, None)
         acked = self._unacked.pop(link, None)
         if acked is not None:
             acked.set()

@@ -170,8 +170,7 @@ class Link:
                     task_status.started(self)
                     await self._guard(self._keep_alive)
         finally:
-            with trio.move_on_after(2 * _GOODBYE, shield=True):  # it bounds itself to less
-                await self._bury()
+            await self._bury()  # noqa: ASYNC102  # it bounds itself, and shields what the peer is to hear
         if not self._linked.is_set() and self.why:
             raise self.why
 
@@ -201,11 +200,14 @@ class Link:
         self.session.end(LinkLost.code, str(self.why))
         self._on_turn()
         self._room()
-        if self._farewell:
-            with trio.CancelScope(deadline=self._patience):
-                await self._transport.linger()
-        await self._transport.aclose()
-        self.ended.set()
+        try:
+            if self._farewell:
+                with trio.CancelScope(deadline=self._patience, shield=self._linked.is_set()):
+                    await self._transport.linger()
+        finally:
+            with trio.move_on_after(_GOODBYE, shield=True):
+                await self._transport.aclose()
+            self.ended.set()
 
     def _end(self, why: TunnelError) -> None:
         if self.why is None:
@@ -219,7 +221,8 @@ class Link:
         self._end(LinkStopped(text))
 
     async def close(self, code: str, text: str, why: TunnelError | None = None, *, seconds: float = _GOODBYE) -> None:
-        """Say goodbye and end the link, within so many seconds. Its streams are reset. Cancelling it changes nothing.
+        """Say goodbye and end the link, within so many seconds. Its streams are reset. Cancelling it changes nothing,
+        unless it was never linked: then nobody waits any more for the peer to hear it.
 
         ``why`` is what ``why`` says then, if not that this side wanted it.
         """
@@ -228,7 +231,7 @@ class Link:
             self._patience = trio.current_time() + seconds
             self.session.send_control(Close(0, code, text))
             self.flush()
-            with trio.CancelScope(deadline=self._patience, shield=True):
+            with trio.CancelScope(deadline=self._patience, shield=self._linked.is_set()):
                 await self._idle.wait()
             self._end(self._farewell)
 

@@ -37,8 +37,9 @@ def start_server(log: Path) -> tuple[subprocess.Popen[bytes], dict[str, int]]:
     while not any(event["event"] == "ready" for event in events):
         time.sleep(0.05)
         events = [json.loads(line) for line in log.read_text().splitlines()]
-    listening = [event for event in events if event["event"] == "listening"]
-    return server, {event["use"]: int(event["address"].rpartition(":")[2]) for event in listening}
+        said = [event for event in events if event["event"] == "listening"]
+        ports = {event["use"]: int(event["address"].rpartition(":")[2]) for event in said}
+    return server, ports
 
 
 def memory(pid: int) -> int:
