@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tunnel import check, cli, logs, programs
+from tunnel import cli, logs, options, programs
 
 
 @pytest.fixture
@@ -140,29 +140,6 @@ def test_ok_is_told_to_programs_as_well(file: Path) -> None:
     assert (result.exit_code, json.loads(result.stdout)) == (0, {"ok": True, "problems": []})
 
 
-# -- lines
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ('[server]\nlisten = "1"', 2),
-        ('# [server]\n# listen\n\n[ server ] # listen\n\n  listen="1" # x', 6),
-        ('[server]\n"listen" = "1"', 2),
-        ("[server]\n'listen' = '1'", 2),
-        ('server.listen = "1"', 1),
-        ('server = { connect = "off", listen = "1" }', 1),
-        ('[agent]\nname = """\n[server]\nlisten = 1"""\n[server]\nlisten = "1"', 6),
-        ('[agent]\nserver = [\n  "a:1", # listen =\n]\n[server]\nlisten = "1"', 6),
-        ('[server]\nforward = [\n"1=a:1",\n]\nlisten = [\n]', 5),
-        ('[agent]\nlisten = "1"\n[server]\r\nlisten = "1"\r\n', 4),
-        ('[server]\nx."listen" = 1\nlisten = "1"', 3),
-    ],
-)
-def test_the_line_of_a_key_is_found_however_it_is_spelled(text: str, line: int) -> None:
-    assert check.lines_of(text)["server", "listen"] == line
-
-
 # -- the same opinion
 
 
@@ -186,7 +163,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_ok_here_is_what_the_program_takes(
     file: Path, section: str, words: list[str], data: st.DataObject
 ) -> None:
-    keys = st.sampled_from([*cli._keys(cli.program.commands[section]), "x"])
+    keys = st.sampled_from([*options.file_keys(cli.program.commands)[section], "x"])
     table = data.draw(st.dictionaries(keys, _VALUES, max_size=3))
     ok = checked(file, f"[{section}]\n" + "".join(f"{key} = {value}\n" for key, value in table.items())).exit_code == 0
     given_as_flags = [] if words and words[0].removeprefix("--") in table else words

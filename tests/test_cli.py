@@ -367,7 +367,7 @@ def test_an_unknown_key_in_the_file_is_refused_with_a_suggestion(type_: Type, tm
     file.write_text('[server]\nlissten = "1"\n')
     result = type_(f"--config {file} server")
     assert result.exit_code == 2
-    assert f"{file}: [server] has an unknown key 'lissten'; did you mean listen?" in result.stderr
+    assert f"{file}:2: server.lissten: is an unknown key; did you mean listen?" in result.stderr
 
 
 def test_a_server_that_others_could_reach_is_refused(programs: Programs, type_: Type) -> None:

@@ -1,33 +1,14 @@
-"""Config: what is safe, how long is long, and what a file may say."""
+"""Config: what is safe, and how long is long."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tunnel.address import ListenAddress, Target
-from tunnel.config import AgentConfig, Forward, ServerConfig, Timeouts, load_file, parse_duration
+from tunnel.config import AgentConfig, Forward, ServerConfig, Timeouts, parse_duration
 from tunnel.errors import ConfigError
-
-KNOWN: dict[str, dict[str, type]] = {
-    "server": {"listen": str, "forward": list, "insecure": bool, "dial-timeout": str, "server-count": int},
-    "agent": {"server": list},
-}
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return tmp_path / "tunnel.toml"
-
-
-def refusal(file: Path, text: str) -> str:
-    file.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError) as caught:
-        load_file(file, KNOWN)
-    return str(caught.value)
 
 
 def test_the_defaults_are_not_exposed() -> None:
@@ -128,66 +109,3 @@ def test_a_lame_duck_that_does_not_fit_into_the_budget_is_refused() -> None:
 @pytest.mark.parametrize(("lame_duck", "budget"), [(0.0, 0.0), (10.0, 10.0)])
 def test_a_lame_duck_may_take_the_whole_budget(lame_duck: float, budget: float) -> None:
     assert ServerConfig(lame_duck=lame_duck, timeouts=Timeouts(shutdown=budget)).lame_duck == lame_duck
-
-
-def test_a_file_gives_what_it_says(file: Path) -> None:
-    file.write_text('[server]\nlisten = "1"\nforward = ["2=a:3"]\ninsecure = true\n[agent]\nserver = ["a:1"]\n')
-    assert load_file(file, KNOWN) == {
-        "server": {"listen": "1", "forward": ["2=a:3"], "insecure": True},
-        "agent": {"server": ["a:1"]},
-    }
-
-
-def test_an_unknown_section_is_refused_with_a_suggestion(file: Path) -> None:
-    assert refusal(file, "[sever]") == f"{file}: unknown section 'sever'; did you mean server?"
-
-
-def test_an_unknown_key_is_refused_with_a_suggestion(file: Path) -> None:
-    text = refusal(file, '[server]\ndial_timeout = "1s"')
-    assert text == f"{file}: [server] has an unknown key 'dial_timeout'; did you mean dial-timeout?"
-
-
-def test_an_unknown_key_like_no_other_is_answered_with_all(file: Path) -> None:
-    assert refusal(file, "[agent]\nx = 1").endswith("[agent] has an unknown key 'x'; taken: server")
-
-
-@pytest.mark.parametrize(
-    ("line", "taken"),
-    [
-        ("listen = 7400", "a text"),
-        ("insecure = 1", "true or false"),
-        ('insecure = "yes"', "true or false"),
-        ('forward = "1=a:2"', "a list of texts"),
-        ("forward = [1]", "a list of texts"),
-        ('server-count = "3"', "a whole number"),
-        ("server-count = true", "a whole number"),
-    ],
-)
-def test_a_value_of_another_type_is_refused_with_the_right_one(file: Path, line: str, taken: str) -> None:
-    key = line.split()[0]
-    text = refusal(file, f"[server]\n{line}")
-    assert text.startswith(f"{file}: server.{key} is ")
-    assert text.endswith(f"; taken: {taken}")
-
-
-def test_a_value_in_the_place_of_a_section_is_refused(file: Path) -> None:
-    assert refusal(file, "server = 1").endswith("server is a value; taken: a section [server]")
-
-
-def test_a_syntax_error_is_named_with_its_line(file: Path) -> None:
-    assert refusal(file, "[server]\nlisten = \n").startswith(f"{file}:2: not TOML")
-
-
-def test_a_syntax_error_at_the_end_has_a_line_too(file: Path) -> None:
-    assert refusal(file, '[server]\n\nlisten = "').startswith(f"{file}:3: not TOML")
-
-
-def test_a_missing_file_is_refused(file: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
-        load_file(file, KNOWN)
-
-
-def test_a_file_that_is_not_utf8_is_refused(file: Path) -> None:
-    file.write_bytes(b"# \xff")
-    with pytest.raises(ConfigError, match=r"not UTF-8: .* at byte 2"):
-        load_file(file, KNOWN)

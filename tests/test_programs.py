@@ -44,7 +44,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig | AgentConfig]
 
 @pytest.fixture
 def type_(monkeypatch: pytest.MonkeyPatch) -> Type:
-    monkeypatch.setattr(cli, "_log_to_stderr", lambda *_: None)
+    monkeypatch.setattr(cli, "begin", lambda *_: None)
     for variable in [name for name in os.environ if name.startswith("TUNNEL_")]:
         monkeypatch.delenv(variable)
     return lambda line, **variables: CliRunner().invoke(cli.program, line.split(), env=variables)

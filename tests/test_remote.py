@@ -12,8 +12,9 @@ import pytest
 from stub_admin import StubAdmin, refusal, stub_admin
 
 from tunnel.address import Target
+from tunnel.config import Token
 from tunnel.errors import ConfigError
-from tunnel.remote import AdminRefused, AdminUrl, NoAdmin, Remote, read_token
+from tunnel.remote import AdminRefused, AdminUrl, NoAdmin, Remote
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def stub() -> Iterator[StubAdmin]:
 
 
 def remote(stub: StubAdmin, token: str | None = None) -> Remote:
-    return Remote(AdminUrl.parse(stub.url), token)
+    return Remote(AdminUrl.parse(stub.url), Token(token) if token else None)
 
 
 @contextmanager
@@ -181,39 +182,3 @@ def test_what_an_answer_lacks_is_named_when_it_is_looked_for(stub: StubAdmin) ->
     answer = remote(stub).get("/")
     with pytest.raises(NoAdmin, match=rf"{stub.url}: .*'state'"):
         answer["drain"]["state"]
-
-
-# -- the token's file
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "token"
-    path.touch(0o600)
-    return path
-
-
-def test_a_token_is_read_from_its_file(file: Path) -> None:
-    file.write_text("s3cret\n")
-    assert read_token(file) == "s3cret"
-
-
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
-def test_a_token_that_others_can_use_is_refused(file: Path, mode: int) -> None:
-    file.write_text("s3cret\n")
-    file.chmod(mode)
-    with pytest.raises(ConfigError, match="others than its owner") as caught:
-        read_token(file)
-    assert "s3cret" not in str(caught.value)
-
-
-@pytest.mark.parametrize("content", [b"", b"\n", b"two words\n", b"two\nlines\n", b"\xff\xfe", b"\x1b[1m"])
-def test_a_file_without_a_token_is_refused(file: Path, content: bytes) -> None:
-    file.write_bytes(content)
-    with pytest.raises(ConfigError, match=f"{file}: holds no token"):
-        read_token(file)
-
-
-def test_a_token_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"{tmp_path}/none: No such file"):
-        read_token(tmp_path / "none")

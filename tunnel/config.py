@@ -1,4 +1,4 @@
-"""What can be configured: frozen dataclasses with their defaults and units, and the readers for texts and files.
+"""What can be configured: frozen dataclasses with their defaults and units, and the readers for their texts.
 
 Rules that hold here:
 
@@ -6,7 +6,7 @@ Rules that hold here:
 - A config object that exists is well-formed. Whether it is *safe* is a question of its own: ``ServerConfig.check()``.
 - Every failure is a ``ConfigError`` that names where the input was, the input, and what is taken.
 
-This file must not know the command line: the names that a file may use are handed in by whoever declares them.
+This file must not know the command line, or files that configure a program.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from tunnel.address import Identifier, ListenAddress, Target
 from tunnel.errors import ConfigError
@@ -35,7 +35,6 @@ _LONGEST_TOKEN = 4096
 
 _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h)")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-_TAKEN_TYPES: dict[type, str] = {str: "a text", bool: "true or false", int: "a whole number", list: "a list of texts"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +119,11 @@ class Token:
 
     def __repr__(self) -> str:
         return "<Token>"
+
+    @property
+    def authorization(self) -> str:
+        """What an HTTP header says to show it."""
+        return f"Bearer {self._secret.decode()}"
 
     def matches(self, text: str) -> bool:
         """Whether this is it. Takes as long for any wrong text of a length."""
@@ -414,60 +418,6 @@ def parse_duration(text: str) -> float:
     if not found:
         raise ConfigError(f"{_shown(text)} is not a duration; taken: a number and its unit, like 500ms, 30s, 5m or 1h")
     return float(found[1]) * _SECONDS[found[2]]
-
-
-def load_file(path: str | Path, known: Mapping[str, Mapping[str, type]]) -> dict[str, dict[str, Any]]:
-    """Read a TOML file of sections and keys; ``known`` says which there are, and the type of each key's value.
-
-    A type is ``str``, ``bool``, ``int``, or ``list`` for a list of texts. Texts are not looked into.
-
-    Raises:
-        ConfigError: the file cannot be read, is not TOML, or holds an unknown section, an unknown key or a value of
-            another type.
-    """
-    document = _read_toml(path)
-    for section, table in document.items():
-        if section not in known:
-            raise _unknown(f"{path}: unknown section", section, known)
-        if not isinstance(table, dict):
-            raise ConfigError(f"{path}: {section} is a value; taken: a section [{section}]")
-        for key, value in table.items():
-            if key not in known[section]:
-                raise _unknown(f"{path}: [{section}] has an unknown key", key, known[section])
-            if not _fits(value, known[section][key]):
-                taken = _TAKEN_TYPES[known[section][key]]
-                raise ConfigError(f"{path}: {section}.{key} is {_shown(value)}; taken: {taken}")
-    return document
-
-
-def _read_toml(path: str | Path) -> dict[str, Any]:
-    import tomllib  # only who has a file pays for its reader
-
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        return tomllib.loads(text)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
-        at_line = re.search(r"at line (\d+)", str(error))
-        line = int(at_line[1]) if at_line else text.count("\n") + 1  # otherwise "at end of document"
-        raise ConfigError(f"{path}:{line}: not TOML: {error}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
-
-
-def _fits(value: object, wanted: type) -> bool:
-    if wanted is list:
-        return isinstance(value, list) and all(isinstance(item, str) for item in value)
-    return type(value) is wanted
-
-
-def _unknown(what: str, word: str, known: Mapping[str, object]) -> ConfigError:
-    from difflib import get_close_matches
-
-    close = get_close_matches(word, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"taken: {', '.join(known)}"
-    return ConfigError(f"{what} {_shown(word)}; {hint}")
 
 
 def _shown(value: object) -> str:

@@ -22,7 +22,7 @@ from urllib.parse import quote
 import click
 
 from tunnel.address import Target
-from tunnel.check import Problem
+from tunnel.configfile import Problem
 from tunnel.follow import Following, Outcome, Seen
 from tunnel.remote import AdminRefused, NoAdmin, Remote, RemoteError
 from tunnel.tables import Part, Table, amount, clean, duration, on_terminal, show, updating
@@ -256,7 +256,7 @@ def undrain(drained: Drained, *, as_json: bool) -> None:
     """Tell it to stay after all."""
     with _failures(EXIT_NO_SUCH_AGENT):
         answer = drained.remote.delete(drained.path)
-        told = answer["told"]
+        told = 1 if drained.agent is None else answer["told"]
     if as_json:
         _print_json(answer)
     else:

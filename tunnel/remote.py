@@ -16,17 +16,15 @@ from __future__ import annotations
 import errno
 import http.client
 import json
-import os
 import socket
-import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlencode
 
 from tunnel.address import Target
+from tunnel.config import Token
 from tunnel.errors import AddressError, ConfigError, TunnelError
 
 SECONDS = 10.0  # that an answer may take, on top of what it was asked to wait
@@ -86,27 +84,6 @@ class AdminUrl:
             raise ConfigError(f"{error}; as an admin address: {_TAKEN}") from None
 
 
-def read_token(path: str | Path) -> str:
-    """The token in a file that nobody but its owner may read.
-
-    Raises:
-        ConfigError: it cannot be read, others may read it, or it holds no token.
-    """
-    try:
-        with Path(path).open(encoding="ascii") as file:
-            open_to_others = stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077
-            token = file.read(4096).strip()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    except UnicodeDecodeError:
-        token, open_to_others = "", 0
-    if open_to_others:
-        raise ConfigError(f"{path}: others than its owner may use it (mode {open_to_others:03o}); chmod 600 it")
-    if not token or not token.isprintable() or " " in token:
-        raise ConfigError(f"{path}: holds no token; taken: one line of printable ASCII without spaces")
-    return token
-
-
 class Answer(dict[str, Any]):
     """A JSON object that the program sent. What it should have, and has not, is ``NoAdmin``."""
 
@@ -123,7 +100,7 @@ class Remote:
     """A program that can be asked and told."""
 
     address: AdminUrl
-    token: str | None = field(default=None, repr=False)
+    token: Token | None = None
     seconds: float = SECONDS
 
     def get(self, path: str, wait: float = 0.0, **query: str | None) -> Answer:
@@ -172,7 +149,7 @@ class Remote:
         if body is not None:
             headers["Content-Type"] = "application/json"
         if self.token:
-            headers["Authorization"] = f"Bearer {self.token}"
+            headers["Authorization"] = self.token.authorization
         return headers
 
     def _understood(self, status: int, content: bytes) -> Answer:

@@ -353,7 +353,8 @@ def _page_text() -> str:
 async def _page(request: Request) -> Response:
     nonce = secrets.token_urlsafe(16)
     policy = {
-        "default-src": "'self'",
+        "default-src": "'none'",
+        "connect-src": "'self'",
         "style-src": f"'nonce-{nonce}'",
         "script-src": f"'nonce-{nonce}'",
         "img-src": "data:",
