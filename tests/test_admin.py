@@ -743,7 +743,8 @@ class TestPage:
             dict(part.split(" ", 1) for part in page.headers["content-security-policy"].split("; "))
             for page in (one, other)
         ]
-        assert policies[0]["default-src"] == "'self'"
+        assert policies[0]["default-src"] == "'none'"
+        assert policies[0]["connect-src"] == "'self'"
         assert policies[0]["script-src"] != policies[1]["script-src"]
         nonce = policies[0]["script-src"].removeprefix("'nonce-").removesuffix("'")
         assert one.text.count(f' nonce="{nonce}">') == one.text.count("</script>") + one.text.count("</style>") == 2
