@@ -824,7 +824,7 @@ async def test_with_leave_the_agent_leaves_when_the_time_is_over(autojump_clock:
 
 
 def command(site: Site, action: str, ms: int = 0, leave: int = 0) -> DrainCmd:
-    return DrainCmd(site.agent._instance, action, "disk full", ms, leave)
+    return DrainCmd(site.agent.instance, action, "disk full", ms, leave)
 
 
 async def test_a_command_drains_the_agent_on_all_its_links(

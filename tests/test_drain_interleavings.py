@@ -44,6 +44,7 @@ from tunnel.backends import Backend, Backends, Decision
 from tunnel.client import Client
 from tunnel.config import AgentConfig, Claims, ClientConfig, Forward, ServerConfig, Timeouts
 from tunnel.connect import Address, Connector
+from tunnel.desk import ServerDesk
 from tunnel.drain import AgentDrain, DrainPhase
 from tunnel.errors import DialError, LinkLost, Refused, RefusedDraining, RemoteProtocolError, TunnelError
 from tunnel.lifecycle import Lifecycle, Phase
@@ -354,7 +355,7 @@ class World:
 
     def _has_anchor(self, server: Life[Server]) -> bool:
         """Whether the first agent is linked to a server."""
-        return any(server.program.backends.of_instance(life.program._instance) for life in self.agents[:1])
+        return any(server.program.backends.of_instance(life.program.instance) for life in self.agents[:1])
 
     # -- who is there
 
@@ -430,11 +431,11 @@ class World:
 
     def command(self, server: str, agent: str, seconds: float, leave: bool) -> None:
         if life := self._server(server):
-            life.program.drain_agent(agent, "for the test", seconds, leave=leave)
+            ServerDesk(life.program).drain_agent(agent, "for the test", seconds, leave=leave)
 
     def uncommand(self, server: str, agent: str) -> None:
         if life := self._server(server):
-            life.program.undrain_agent(agent, "for the test")
+            ServerDesk(life.program).undrain_agent(agent, "for the test")
 
     # -- links
 
@@ -556,7 +557,7 @@ class World:
 
     def _backends_of(self, agent: Agent) -> list[Backend]:
         here = (backend for server in self.servers for backend in self.known[server.program.backends])
-        return [one for one in here if one.instance == agent._instance and one.state is not GONE]
+        return [one for one in here if one.instance == agent.instance and one.state is not GONE]
 
     def check_pools(self, manager: Backends) -> None:
         """They are what is derived from scratch."""

@@ -11,7 +11,7 @@ import trio
 from house import PROMPT, House, Service, descriptors, echo, ended, forward, open_house, receive_all, talks
 from trio.testing import wait_all_tasks_blocked
 
-from tunnel import forwarder as forwarder_module
+from tunnel import programs
 from tunnel.address import ListenAddress, Target
 from tunnel.config import ClientConfig, Forward
 from tunnel.forwarder import Forwarder
@@ -210,6 +210,6 @@ def test_a_program_that_cannot_start_is_exit_1(caplog: pytest.LogCaptureFixture)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = ListenAddress("127.0.0.1", taken.getsockname()[1])
         config = ClientConfig((Target("127.0.0.1", 1),))
-        assert forwarder_module.run(config, [Forward(address, Target("x", 1))]) == 1
+        assert programs.run_forwarder(config, [Forward(address, Target("x", 1))]) == 1
     (line,) = said(caplog, '"cannot start"')
     assert str(address) in line

@@ -12,6 +12,7 @@ from trio.testing import wait_all_tasks_blocked
 from tunnel.address import Target
 from tunnel.agent import Agent
 from tunnel.config import AgentConfig, ServerConfig
+from tunnel.desk import AgentDesk, ServerDesk
 from tunnel.lifecycle import Phase
 from tunnel.readiness import Readiness
 from tunnel.server import Server
@@ -36,36 +37,25 @@ def test_each_word_that_holds_is_a_reason() -> None:
 
 
 def test_a_server_that_has_not_started_is_not_ready() -> None:
-    assert Server(ServerConfig()).readiness == Readiness(False, ("starting", "no_agent"))
-
-
-async def test_a_server_without_agents_is_not_ready(house: House) -> None:
-    server = await house.serve()
-    assert server.readiness == Readiness(False, ("no_agent",))
-
-
-async def test_a_server_with_an_agent_is_ready(house: House) -> None:
-    server = await house.serve()
-    await house.agent()
-    assert server.readiness == Readiness(True, ())
+    assert ServerDesk(Server(ServerConfig())).readiness == Readiness(False, ("starting", "no_agent"))
 
 
 async def test_a_server_whose_agents_all_drain_is_ready_with_a_note(house: House) -> None:
-    server = await house.serve()
+    desk = ServerDesk(await house.serve())
     for name in ("one", "two"):
         await house.agent(name)
-        server.drain_agent(name, "for the test")
-    assert server.readiness == Readiness(True, ("fallback_only",))
+        desk.drain_agent(name, "for the test")
+    assert desk.readiness == Readiness(True, ("fallback_only",))
     await house.agent("three")
-    assert server.readiness == Readiness(True, ())
+    assert desk.readiness == Readiness(True, ())
 
 
 async def test_a_server_whose_agents_all_drain_is_not_ready_if_they_may_not_serve(house: House) -> None:
-    server = await house.serve(drain_fallback=False)
+    desk = ServerDesk(await house.serve(drain_fallback=False))
     await house.agent()
-    assert server.readiness.ready
-    server.drain_agent("one", "for the test")
-    assert server.readiness == Readiness(False, ("no_agent",))
+    assert desk.readiness.ready
+    desk.drain_agent("one", "for the test")
+    assert desk.readiness == Readiness(False, ("no_agent",))
 
 
 @pytest.mark.parametrize(
@@ -77,22 +67,23 @@ async def test_a_server_that_is_leaving_is_not_ready(
 ) -> None:
     held = Held(monkeypatch)
     server = await house.serve(lame_duck=lame_duck)
+    desk = ServerDesk(server)
     await house.agent()
     service = await house.service(echo)
     await house.ask(through(service.target))  # so that it does not end
     await held.arrived.wait_value(1)
     server.life.leave()
-    assert server.readiness == Readiness(False, reasons)
+    assert desk.readiness == Readiness(False, reasons)
     await server.life.phase.wait_value(phase)
-    assert server.readiness == Readiness(False, reasons)
+    assert desk.readiness == Readiness(False, reasons)
 
 
 async def test_a_server_is_not_ready_before_it_refuses_anybody(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     server = await house.serve()
     await house.agent()
     seen: list[bool] = []
-    announce = server.announce
-    monkeypatch.setattr(server, "announce", lambda: (seen.append(server.readiness.ready), announce()))
+    desk, announce = ServerDesk(server), server.announce
+    monkeypatch.setattr(server, "announce", lambda: (seen.append(desk.readiness.ready), announce()))
     server.life.leave()
     await ended(server)
     assert seen == [False]
@@ -103,38 +94,34 @@ async def test_a_server_is_not_ready_before_it_refuses_anybody(house: House, mon
 
 def test_an_agent_that_has_not_started_is_not_ready() -> None:
     agent = Agent(AgentConfig((Target("server", 7400),), "one"))
-    assert agent.readiness == Readiness(False, ("starting", "no_server"))
+    assert AgentDesk(agent).readiness == Readiness(False, ("starting", "no_server"))
 
 
 async def test_an_agent_without_a_server_is_not_ready(house: House) -> None:
     agent = Agent(AgentConfig((house.closed_port(),), "one", timeouts=PROMPT))
     await house.nursery.start(agent.run)
-    assert agent.readiness == Readiness(False, ("no_server",))
-
-
-async def test_an_agent_with_a_server_is_ready(house: House) -> None:
-    await house.serve()
-    agent = await house.agent()
-    assert agent.readiness == Readiness(True, ())
+    assert AgentDesk(agent).readiness == Readiness(False, ("no_server",))
 
 
 async def test_an_agent_that_drains_is_not_ready_until_that_is_undone(house: House) -> None:
     await house.serve()
     agent = await house.agent()
+    desk = AgentDesk(agent)
     agent.drain()
-    assert agent.readiness == Readiness(False, ("draining",))
+    assert desk.readiness == Readiness(False, ("draining",))
     await agent.draining.wait_acked()
     await wait_all_tasks_blocked()
-    assert agent.readiness == Readiness(False, ("draining",))
+    assert desk.readiness == Readiness(False, ("draining",))
     agent.undrain()
-    assert agent.readiness == Readiness(True, ())
+    assert desk.readiness == Readiness(True, ())
 
 
 async def test_an_agent_that_leaves_is_not_ready_from_the_first_moment(house: House) -> None:
     await house.serve()
     agent = await house.agent()
     agent.life.spawn(trio.sleep_forever)
+    desk = AgentDesk(agent)
     agent.life.leave()
-    assert agent.readiness == Readiness(False, ("draining",))
+    assert desk.readiness == Readiness(False, ("draining",))
     await agent.life.phase.wait_value(Phase.DRAINING)
-    assert agent.readiness == Readiness(False, ("draining",))
+    assert desk.readiness == Readiness(False, ("draining",))

@@ -32,13 +32,14 @@ from house import (
 from trio.testing import MockClock, wait_all_tasks_blocked
 from trio_util import AsyncValue
 
-from tunnel import server as server_module
+from tunnel import programs
 from tunnel.address import ListenAddress, Target
 from tunnel.agent import AgentState
 from tunnel.backends import Backend
 from tunnel.bridge import Bridge
 from tunnel.client import open_client
 from tunnel.config import Forward, Limits, ServerConfig, Timeouts
+from tunnel.desk import ServerDesk
 from tunnel.errors import HandshakeRefused, RefusedDraining, StreamReset
 from tunnel.frames import MAX_U32, DrainStatus, GoAway, GoAwayAck, Packet, Welcome
 from tunnel.handshake import AcceptingHandshake, DiallingHandshake, Identity
@@ -118,7 +119,7 @@ async def test_a_port_in_use_ends_the_start_and_closes_what_was_opened(use: str)
 def test_a_program_that_cannot_start_ends_with_1_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = ListenAddress("127.0.0.1", taken.getsockname()[1])
-        assert server_module.run(ServerConfig(address, None)) == 1
+        assert programs.run_server(ServerConfig(address, None)) == 1
     (message,) = _messages(caplog, logging.WARNING)
     assert str(address) in message
     assert "Address already in use" in message
@@ -644,7 +645,8 @@ async def test_an_agent_says_why_a_stream_was_cut(
     await house.connect(echoes.target)
     server.life.leave()
     await agent.life.open.wait_value(0)
-    (message,) = [message for message in _messages(caplog, logging.DEBUG) if '"stream reset"' in message]
+    said = _messages(caplog, logging.DEBUG, "tunnel.dials")  # the server says it, too
+    (message,) = [message for message in said if '"stream reset"' in message]
     assert f"target={echoes.target}" in message
     assert "code=drain_deadline" in message
 
@@ -818,16 +820,15 @@ async def test_a_command_at_one_server_drains_an_agent_at_all_of_them(house: Hou
     doors = [server.addresses["links"][0] for server in (one, other)]
     agent = await house.agent(servers=tuple(Target(door.host, door.port) for door in doors))
     await _until(lambda: one.backends.active and other.backends.active)
-    (told,) = one.drain_agent("one", "maintenance")
-    assert (one.backends.active, told.name) == (0, "one")
+    assert ServerDesk(one).drain_agent("one", "maintenance") == 1
+    assert one.backends.active == 0
     await agent.state.wait_value(AgentState.DRAINED)
     assert (one.backends.active, other.backends.active) == (0, 0)
-    (elsewhere,) = other.backends.named("one")
-    for backend in (told, elsewhere):
+    for server in (one, other):
+        (backend,) = server.backends.named("one")
         await _until(lambda backend=backend: backend.status is not None and backend.status.state == "drained")  # type: ignore[misc]
         assert backend.status == DrainStatus("drained", 0, 0, 0, 2, 2)
-    (undone,) = other.undrain_agent("one", "all well")
-    assert undone is elsewhere
+    assert ServerDesk(other).undrain_agent("one", "all well") == 1
     await _until(lambda: one.backends.active and other.backends.active)
     assert agent.state.value is AgentState.READY
 
@@ -835,7 +836,7 @@ async def test_a_command_at_one_server_drains_an_agent_at_all_of_them(house: Hou
 async def test_a_command_drains_all_agents_of_a_name_and_no_others(house: House) -> None:
     server = await house.serve()
     agents = [await house.agent("same"), await house.agent("same"), await house.agent("other")]
-    assert len(server.drain_agent("same", "maintenance")) == 2
+    assert ServerDesk(server).drain_agent("same", "maintenance") == 2
     await _until(lambda: agents[0].draining.draining and agents[1].draining.draining)
     assert not agents[2].draining.draining
     assert server.backends.active == 1
@@ -844,7 +845,7 @@ async def test_a_command_drains_all_agents_of_a_name_and_no_others(house: House)
 async def test_a_command_can_have_an_agent_exit_when_it_is_drained(house: House) -> None:
     server = await house.serve()
     agent = await house.agent()
-    server.drain_agent("one", "for good", leave=True)
+    ServerDesk(server).drain_agent("one", "for good", leave=True)
     assert await ended(agent) == 0
 
 
@@ -852,7 +853,7 @@ async def test_a_command_can_have_an_agent_exit_at_the_latest_after_some_time(ho
     server = house.server
     agent = await house.agent()
     client = await house.connect(echoes.target)
-    server.drain_agent("one", "for good", 0.001, leave=True)
+    ServerDesk(server).drain_agent("one", "for good", 0.001, leave=True)
     await agent.life.phase.wait_value(Phase.DRAINING)
     assert await talks(client)
 
@@ -860,5 +861,5 @@ async def test_a_command_can_have_an_agent_exit_at_the_latest_after_some_time(ho
 async def test_a_command_to_a_name_that_nobody_has_tells_nobody(house: House, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tunnel")
     server = await house.serve()
-    assert server.drain_agent("nobody", "maintenance") == []
+    assert ServerDesk(server).drain_agent("nobody", "maintenance") == 0
     assert "command action=drain agent=nobody text=maintenance backends=0" in _messages(caplog, logging.DEBUG)

@@ -65,8 +65,10 @@ defaults
   timeout connect 1s
   timeout client 1m
   timeout server 1m
+  timeout check 1s
   retries 5
   option redispatch 1
+  option httpchk GET /readyz
 listen front
   bind 127.0.0.1:{port}
   balance roundrobin
@@ -76,11 +78,7 @@ listen front
 
 
 class Pair:
-    """Two servers, each with one port for links and one that leads to the target.
-
-    Attributes:
-        probes: ports that are open while the balancer may choose the server: it has agents, and is not leaving.
-    """
+    """Two servers, each with one port for links, one that leads to the target, and one for the balancer's probes."""
 
     def __init__(self, start: StartProgram, target: int) -> None:
         self._start = start
@@ -89,41 +87,28 @@ class Pair:
         self.doors = [free_port(), free_port()]
         self.probes = [free_port(), free_port()]
         self.programs = [self._serve(0), self._serve(1)]
-        self._ready: dict[int, socket.socket] = {}
 
     def _serve(self, number: int) -> Program:
         server = self._start(
             *("server", "--listen", f"127.0.0.1:{self.links[number]}", "--connect", "off", "--lame-duck", "500ms"),
             *("--forward", f"127.0.0.1:{self.doors[number]}=127.0.0.1:{self._target}"),
+            *("--health", f"127.0.0.1:{self.probes[number]}"),
         )
         server.wait_for("listening", use="forward")
         return server
-
-    def ready(self, number: int) -> None:
-        self._ready[number] = socket.create_server(("127.0.0.1", self.probes[number]), backlog=100)
-
-    def unready(self, number: int) -> None:
-        self._ready.pop(number).close()
-
-    def close(self) -> None:
-        for listener in self._ready.values():
-            listener.close()
 
     def replace(self, number: int) -> Program:
         """Stop one, and start another on the same ports; the one that was stopped."""
         old = self.programs[number]
         old.signal(signal.SIGTERM)
-        old.wait_for("leaving")
-        self.unready(number)
         assert old.ended() == 0
         self.programs[number] = self._serve(number)
         return old
 
 
 @pytest.fixture
-def pair(start: StartProgram, target: NewTarget) -> Iterator[Pair]:
-    with contextlib.closing(Pair(start, target(serve).port)) as pair:
-        yield pair
+def pair(start: StartProgram, target: NewTarget) -> Pair:
+    return Pair(start, target(serve).port)
 
 
 @pytest.fixture
@@ -152,8 +137,6 @@ def test_servers_rolled_behind_a_balancer_lose_nothing(pair: Pair, balancer: int
     agents = [start("agent", *servers, "--name", f"a{number}") for number in range(2)]
     for agent in agents:
         agent.wait_for("linked", nth=2)
-    for number in range(2):
-        pair.ready(number)
     dial = partial(connect, balancer)
     eventually(lambda: answers(dial), "a balancer that has seen that both are ready")
     with contextlib.closing(Load(dial, RATE)) as load, downloads(dial, LONG) as long:
@@ -162,7 +145,6 @@ def test_servers_rolled_behind_a_balancer_lose_nothing(pair: Pair, balancer: int
             assert above_info(old) == []
             for agent in agents:
                 agent.wait_for("linked", nth=3 + number)
-            pair.ready(number)
             load.go_on(SECONDS / 2)
     print(load)  # noqa: T201
     assert [download.outcome for download in long] == ["whole"] * LONG
