@@ -13,7 +13,8 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from tunnel.connect import Connector
-from tunnel.errors import DialTimeout, DnsError, Refused, Unreachable
+from tunnel.errors import Denied, DialTimeout, DnsError, Refused, Unreachable
+from tunnel.patterns import Pattern, Rules
 
 V4, V6 = socket.AF_INET, socket.AF_INET6
 Found = list[tuple[int, int, int, str, tuple[Any, ...]]]
@@ -177,6 +178,74 @@ class TestFailures:
         monkeypatch.setattr(socket.socket, "connect_ex", from_the_same_port)
         with pytest.raises(Refused):
             await Connector().connect("127.0.0.1", port)
+
+
+def _never(*_: object, **__: object) -> Found:
+    raise AssertionError("resolved, or connected")
+
+
+class TestRules:
+    """A port where someone listens is not reached: that would be no ``Denied``."""
+
+    @staticmethod
+    def denying(*patterns: str) -> Connector:
+        return Connector(rules=Rules(deny=tuple(map(Pattern.parse, patterns))))
+
+    @staticmethod
+    def allowing(*patterns: str) -> Connector:
+        return Connector(rules=Rules(allow=tuple(map(Pattern.parse, patterns))))
+
+    @pytest.mark.parametrize("spelling", ["db.internal", "DB.Internal."])
+    async def test_a_denied_name_is_not_looked_up(self, monkeypatch: pytest.MonkeyPatch, spelling: str) -> None:
+        monkeypatch.setattr(socket, "getaddrinfo", _never)
+        with pytest.raises(Denied, match=r"db\.internal:80: denied by \*\.internal"):
+            await self.denying("*.internal").connect(spelling, 80)
+
+    async def test_a_name_that_no_rule_could_allow_is_not_looked_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(socket, "getaddrinfo", _never)
+        with pytest.raises(Denied, match="no rule allows it"):
+            await self.allowing("web.internal").connect("db.internal", 80)
+
+    @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::ffff:127.0.0.1"])
+    async def test_a_denied_address_is_not_connected_to(self, port: int, host: str) -> None:
+        with pytest.raises(Denied, match=r"denied by 127\.0\.0\.0/8"):
+            await self.denying("127.0.0.0/8").connect(host, port)
+
+    @pytest.mark.parametrize("found", ["127.0.0.1", "0.0.0.0", "::ffff:127.0.0.1"])
+    async def test_a_name_does_not_lead_to_a_denied_address(
+        self, monkeypatch: pytest.MonkeyPatch, port: int, found: str
+    ) -> None:
+        resolving(monkeypatch, (found, port))
+        with pytest.raises(Denied, match=r"harmless\.example:80: it is .* denied by 127\.0\.0\.0/8"):
+            await self.denying("127.0.0.0/8").connect("harmless.example", 80)
+
+    async def test_of_several_addresses_those_that_are_denied_are_not_tried(
+        self, monkeypatch: pytest.MonkeyPatch, port: int
+    ) -> None:
+        with listening("127.0.0.2", port):
+            resolving(monkeypatch, ("127.0.0.2", port), ("127.0.0.1", port))
+            assert await arrives(self.denying("127.0.0.2"), "two", port) == ("127.0.0.1", port)
+
+    async def test_a_name_that_is_not_allowed_leads_to_an_allowed_address(
+        self, monkeypatch: pytest.MonkeyPatch, port: int
+    ) -> None:
+        with listening("127.0.0.2", port):
+            resolving(monkeypatch, ("127.0.0.2", port), ("127.0.0.1", port))
+            assert await arrives(self.allowing("127.0.0.1"), "two", port) == ("127.0.0.1", port)
+
+    async def test_an_allowed_name_leads_to_any_of_its_addresses(self, port: int) -> None:
+        assert await arrives(self.allowing("localhost"), "localhost", port) == ("127.0.0.1", port)
+
+    async def test_a_host_that_they_cannot_read_is_denied(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(socket, "getaddrinfo", _never)
+        with pytest.raises(Denied, match="dotted quad"):
+            await self.denying("127.0.0.0/8").connect("127.1", 80)
+
+    async def test_they_are_not_asked_where_an_address_is_resolved_and_connected_to_by_itself(self, port: int) -> None:
+        connector = self.denying("*")
+        (address,) = await connector.resolve("127.0.0.1", port)
+        with await connector.connect_to(address) as sock:
+            assert sock.getpeername() == ("127.0.0.1", port)
 
 
 @needs_proc

@@ -3,6 +3,8 @@
 Rules that hold here:
 
 - Names are resolved in threads of their own limiter: a resolver that stalls starves nothing else.
+- What is connected to was permitted by the rules there are, by its name and by its address: it is looked up once, and
+  what was judged is what is connected to.
 - All addresses of a name are tried, each with a short head start over the next (RFC 8305).
 - Every failure is a ``DialError``; the caller's deadline bounds everything here.
 
@@ -19,9 +21,12 @@ from typing import Any
 
 import trio
 
-from tunnel.errors import DialError, DialTimeout, DnsError, Refused, Unreachable
+from tunnel.address import Target
+from tunnel.errors import AddressError, Denied, DialError, DialTimeout, DnsError, Refused, Unreachable
+from tunnel.patterns import Rules
 
 _HEAD_START = 0.25
+_ANYWHERE = Rules()
 Address = tuple[int, Any]
 """Family, and the address as sockets take it; hashable."""
 
@@ -31,21 +36,24 @@ class Connector:
 
     Args:
         lookups: how many names may be in resolution at once.
+        rules: where ``connect`` may lead. ``resolve`` and ``connect_to`` ask nobody.
     """
 
-    def __init__(self, lookups: int = 32) -> None:
+    def __init__(self, lookups: int = 32, rules: Rules = _ANYWHERE) -> None:
+        self._rules = rules
         self._limiter = trio.CapacityLimiter(lookups)
 
     async def connect(self, host: str, port: int) -> socket.socket:
         """A connected, non-blocking TCP socket with ``TCP_NODELAY``. If cancelled, nothing stays open.
 
         Raises:
+            Denied: the rules forbid the name, or all of its addresses. The others are tried.
             DnsError: the name has no address, or no resolver answered.
             Refused: every address refused.
             DialTimeout: the system gave up waiting for an answer.
             Unreachable: anything else that the network, or this machine, had against it.
         """
-        addresses = await self.resolve(host, port)
+        addresses = await self._permitted(host, port) if self._rules else await self.resolve(host, port)
         if len(addresses) == 1:
             return await self.connect_to(addresses[0])
         return _no_delay(await _connect_any(addresses))
@@ -74,6 +82,17 @@ class Connector:
         except UnicodeError as error:  # a name that the system's own encoding does not take
             raise DnsError(f"{host}: {error}") from error
         return list(dict.fromkeys((int(family), address) for family, _, _, _, address in found))
+
+    async def _permitted(self, host: str, port: int) -> list[Address]:
+        """Those addresses of a host that the rules leave."""
+        try:
+            target = Target(host, port)
+        except AddressError as error:  # what the rules cannot read they cannot permit
+            raise Denied(str(error)) from error
+        self._rules.check_name(target)
+        found = await self.resolve(target.host, target.port)
+        left = set(self._rules.permitted(target, [str(address[0]) for _, address in found]))
+        return [(family, address) for family, address in found if str(address[0]) in left]
 
 
 def _literal(host: str, port: int) -> Address | None:
