@@ -1,9 +1,9 @@
-"""How a link's bytes get in and out: the same few calls over a plain socket and over any trio stream.
+"""How a link's bytes get in and out: the same few calls over a plain socket, over TLS, and over any trio stream.
 
 Rules that hold here:
 
-- ``send_now`` never waits. A plain socket takes what the kernel takes; a trio stream takes nothing, and its bytes go
-  through ``send``. Either way what was not taken is returned, so a frame is never torn.
+- ``send_now`` never waits. A plain socket takes what the kernel takes; TLS and trio streams take nothing, and their
+  bytes go through ``send``. Either way what was not taken is returned, so a frame is never torn.
 - Only one task is in ``receive_into``, and only one in ``send``.
 - Errors of the transport are ``OSError`` or ``trio.BrokenResourceError``; ``BROKEN`` names both.
 
@@ -35,9 +35,11 @@ class Transport(Protocol):
 
     Attributes:
         peer: where the other end is, for people.
+        binding: what both ends know of the server at the other end of the channel; empty where there is nothing.
     """
 
     peer: str
+    binding: bytes
 
     async def receive_into(self, room: Room) -> int:
         """Wait for bytes, then ask for ``room()`` and put them there; how many, 0 at the end. Raises ``BROKEN``."""
@@ -78,6 +80,7 @@ class SocketTransport:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self.peer = _peer_of(sock)
+        self.binding = b""
         with contextlib.suppress(OSError):  # some systems refuse it once the peer has gone
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with contextlib.suppress(OSError):  # a hint: keeps what waits in our queue, where control packets overtake
@@ -126,11 +129,12 @@ class SocketTransport:
 
 
 class StreamTransport:
-    """Any trio stream: TLS, or memory in tests."""
+    """Any trio stream, as memory in tests; TLS has a transport of its own, see ``tls.py``."""
 
     def __init__(self, stream: trio.abc.Stream) -> None:
         self._stream = stream
         self.peer = "a stream"
+        self.binding = b""
         self._over = b""  # received, but there was no room
 
     async def receive_into(self, room: Room) -> int:

@@ -1,0 +1,171 @@
+"""TLS on a connected socket: the handshake at either end, and the transport that comes out of it.
+
+Rules that hold here:
+
+- All bytes go through a ``SocketTransport``, and through the ssl module in memory. trio's ``SSLStream`` is not used:
+  it keeps back the alert of a handshake that fails, and the peer would never hear why.
+- Whatever was encrypted must be sent, all of it and in this order; what breaks that ends the connection.
+- Reading never sends. What TLS itself has to say then goes out with the next bytes of ours.
+- A connection that ends without TLS's own goodbye ends like any other: packets say where streams end.
+
+This file must not know links, or where certificates come from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import ssl
+from collections.abc import Sequence
+
+import trio
+
+from tunnel.certificates import ServerContext, binding_of
+from tunnel.errors import LinkClosed
+from tunnel.transport import BROKEN, Buffer, Room, SocketTransport
+
+_CHUNK = 64 * 1024
+_LAST_WORD = 1.0  # seconds that a peer has for hearing why the handshake failed
+
+_ALERT = re.compile(r"(?:SSLV3|TLSV1|TLSV13)_ALERT_(\w+)")
+_NO_TLS = "the peer does not speak TLS"
+_REASONS = {
+    "WRONG_VERSION_NUMBER": _NO_TLS,
+    "HTTP_REQUEST": _NO_TLS,
+    "HTTPS_PROXY_REQUEST": _NO_TLS,
+    "UNSUPPORTED_PROTOCOL": "the peer speaks no version of TLS that is taken; taken: 1.2 and later",
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "the peer shows no certificate",
+}
+
+
+class TlsTransport:
+    """A ``Transport`` over a connected, non-blocking TCP socket; ``shake_hands`` comes first.
+
+    Args:
+        name: the host name or address that the peer's certificate must be for; None at the accepting side.
+    """
+
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, name: str | None) -> None:
+        self._socket = SocketTransport(sock)
+        self.peer = self._socket.peer
+        self.binding = b""
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=name is None, server_hostname=name)
+
+    async def shake_hands(self) -> bytes:
+        """Do the handshake; the peer's certificate (DER), empty if it shows none.
+
+        Raises ``BROKEN``. If cancelled, only closing is left.
+        """
+        while True:
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                await self._flush()
+                await self._fill()
+            else:
+                await self._flush()
+                return self._tls.getpeercert(binary_form=True) or b""
+
+    async def receive_into(self, room: Room) -> int:
+        """See ``Transport``. Where what came makes no whole record yet, ``room`` is asked for again."""
+        while True:
+            view = room()
+            try:
+                return self._tls.read(len(view), view)  # type: ignore[return-value]  # into any buffer: how many
+            except ssl.SSLWantReadError:
+                await self._fill()
+            except ssl.SSLEOFError:
+                return 0
+            except ssl.SSLError as error:
+                raise trio.BrokenResourceError(_text(error)) from error
+
+    def send_now(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
+        """See ``Transport``. Takes nothing: what was encrypted could not be given back."""
+        return buffers
+
+    async def send(self, buffers: Sequence[Buffer]) -> None:
+        """See ``Transport``."""
+        self._tls.write(b"".join(buffers))
+        await self._flush()
+
+    async def linger(self) -> None:
+        """See ``Transport``. What comes from the peer now is not even decrypted."""
+        with contextlib.suppress(ssl.SSLError):  # the peer has not said the same yet, or never shook hands
+            self._tls.unwrap()
+        with contextlib.suppress(*BROKEN):  # at once or never: a peer that sends must be read from
+            self._socket.send_now([self._outgoing.read()])
+        await self._socket.linger()
+
+    async def aclose(self) -> None:
+        """See ``Transport``."""
+        await self._socket.aclose()
+
+    async def _flush(self) -> None:
+        if data := self._outgoing.read():
+            await self._socket.send([data])
+
+    async def _fill(self) -> None:
+        chunk = memoryview(bytearray(_CHUNK))  # for this time only: links are many, and most of them idle
+        if count := await self._socket.receive_into(lambda: chunk):
+            self._incoming.write(chunk[:count])
+        else:
+            self._incoming.write_eof()
+
+
+async def accept_tls(sock: socket.socket, server: ServerContext) -> tuple[TlsTransport, bytes]:
+    """Shake hands on an accepted, non-blocking socket; the transport, and the binding of our certificate.
+
+    The socket is taken over: if this fails or is cancelled, it is closed.
+
+    Raises:
+        LinkClosed: there is no TLS with this peer; the text says why.
+    """
+    transport, _ = await _shake_hands(sock, server.context, None)
+    return transport, server.binding
+
+
+async def dial_tls(sock: socket.socket, context: ssl.SSLContext, name: str) -> tuple[TlsTransport, bytes]:
+    """Shake hands on a connected, non-blocking socket; the transport, and the binding of the server's certificate.
+
+    ``name`` is the host name or address that the server's certificate must be for. The socket is taken over: if this
+    fails or is cancelled, it is closed. A server that wants a client's certificate, and does not take this one, may
+    say so only afterwards: then receiving raises ``trio.BrokenResourceError``, and its text says why.
+
+    Raises:
+        LinkClosed: there is no TLS with this server; the text says why.
+    """
+    transport, certificate = await _shake_hands(sock, context, name)
+    return transport, binding_of(certificate)
+
+
+async def _shake_hands(sock: socket.socket, context: ssl.SSLContext, name: str | None) -> tuple[TlsTransport, bytes]:
+    try:
+        transport = TlsTransport(sock, context, name)
+        try:
+            return transport, await transport.shake_hands()
+        except BROKEN as error:
+            with trio.move_on_after(_LAST_WORD):
+                await transport.linger()
+            raise LinkClosed(_text(error)) from error
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _text(error: BaseException) -> str:
+    return f"TLS: {_why(error)}"
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the peer's certificate is not taken: {error.verify_message.removesuffix('.')}"
+    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError):
+        return "the peer closed the connection"
+    if not isinstance(error, ssl.SSLError):
+        return f"the connection broke: {error}"
+    reason = error.reason or str(error)
+    if alert := _ALERT.fullmatch(reason):
+        return f"the peer refuses: {alert[1].lower().replace('_', ' ')}"
+    return _REASONS.get(reason) or reason.lower().replace("_", " ")
