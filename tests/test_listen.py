@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import trio
@@ -14,7 +15,12 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from tunnel import listen
 from tunnel.address import ListenAddress
-from tunnel.listen import BindError, Handler, accept, bind, bound_address
+from tunnel.bounds import Bounds, Seat
+from tunnel.config import Limits
+from tunnel.listen import BindError, Handler, accept, admitted, bind, bound_address, source_of
+
+if TYPE_CHECKING:
+    from conftest import TcpPair
 
 LOOPBACK = ListenAddress("127.0.0.1", 0)
 
@@ -188,6 +194,48 @@ class TestAccept:
         nursery.start_soon(accept, Scarce(listener, errno.ECONNABORTED, times=1), handler, spawned)
         await wait_all_tasks_blocked()
         assert len(spawned.sockets) == 2
+
+
+class TestAdmitted:
+    async def test_those_beyond_the_crowd_are_closed(
+        self, nursery: trio.Nursery, listener: socket.socket, clients: list[socket.socket]
+    ) -> None:
+        bounds = Bounds(Limits(heads_per_source=2), trio.current_time)
+        started: list[tuple[socket.socket, Seat]] = []
+
+        def spawn(handler: Handler, sock: socket.socket, seat: Seat) -> bool:
+            started.append((sock, seat))
+            return True
+
+        nursery.start_soon(accept, listener, handler, admitted(bounds.heads, spawn))
+        dial(listener, clients, 3)
+        await wait_all_tasks_blocked()
+        assert clients[2].recv(1) == b""
+        (one, seat), (other, _) = started
+        seat.leave()
+        dial(listener, clients, 1)
+        await wait_all_tasks_blocked()
+        assert len(started) == 3
+        assert bounds.hits == {"heads_per_source": 1}
+        for sock in (one, other, started[2][0]):
+            sock.close()
+
+    async def test_what_nobody_wants_has_no_seat(
+        self, nursery: trio.Nursery, listener: socket.socket, clients: list[socket.socket]
+    ) -> None:
+        bounds = Bounds(Limits(), trio.current_time)
+        nursery.start_soon(accept, listener, handler, admitted(bounds.heads, lambda *_: False))
+        dial(listener, clients, 3)
+        await wait_all_tasks_blocked()
+        assert [client.recv(1) for client in clients] == [b""] * 3
+        assert bounds.heads.inside == 0
+
+    def test_the_source_is_the_address_alone(self, tcp_pair: TcpPair) -> None:
+        assert source_of(tcp_pair()[0]) == "127.0.0.1"
+
+    def test_one_that_has_gone_has_an_empty_source(self) -> None:
+        with socket.socket() as sock:
+            assert source_of(sock) == ""
 
 
 class Scarce(socket.socket):

@@ -250,3 +250,47 @@ def test_what_was_logged_last_is_written_before_the_program_ends() -> None:
     code = "from tunnel import logs; logs.configure('info', 'json'); logs.get_logger('tunnel.x').info('last words')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stderr)["event"] == "last words"
+
+
+# -- lines that are held back
+
+
+class Now:
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+def test_a_thing_is_said_at_once_and_then_once_a_minute_with_how_often_it_happened() -> None:
+    now = Now()
+    seldom = logs.Seldom(now)
+    assert [seldom.times("a") for _ in range(4)] == [1, 0, 0, 0]
+    now.time += 59.9
+    assert seldom.times("a") == 0
+    now.time += 0.1
+    assert [seldom.times("a"), seldom.times("a")] == [5, 0]
+
+
+def test_each_thing_is_said_by_itself() -> None:
+    seldom = logs.Seldom(Now())
+    assert [seldom.times("a"), seldom.times("b"), seldom.times(("a", "b"))] == [1, 1, 1]
+
+
+def test_things_without_end_are_not_remembered_without_end() -> None:
+    seldom = logs.Seldom(Now())
+    assert all(seldom.times(number) == 1 for number in range(5000))
+    assert len(seldom._when) <= 1000
+    assert not seldom._times
+
+
+def test_what_was_said_lately_is_remembered_before_what_was_said_long_ago() -> None:
+    now = Now()
+    seldom = logs.Seldom(now)
+    for number in range(999):
+        seldom.times(number)
+    now.time += 60
+    seldom.times("new")
+    assert seldom.times("newer") == 1
+    assert seldom.times("new") == 0

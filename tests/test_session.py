@@ -73,7 +73,9 @@ class Sink:
 class Side:
     """One session, with everything it says remembered."""
 
-    def __init__(self, *, opener: bool, window: int = WINDOW, most_window: int = 0, spare: int = 0) -> None:
+    def __init__(
+        self, *, opener: bool, window: int = WINDOW, most_window: int = 0, spare: int = 0, budget: int = 1 << 40
+    ) -> None:
         self.dialled: list[tuple[Stream, DialReq]] = []
         self.control: list[Packet] = []
         self.counts: list[int] = []
@@ -82,6 +84,7 @@ class Side:
             window=window,
             most_window=most_window,
             spare=spare,
+            budget=budget,
             on_dial=lambda stream, request: self.dialled.append((stream, request)),
             on_control=self.control.append,
             on_streams=self.counts.append,
@@ -1616,3 +1619,68 @@ def test_a_probe_that_is_never_answered_makes_way_in_the_end() -> None:
         other.consumed(WINDOW // 2)
         probes += [packet for packet in side.takes() if isinstance(packet, Ping)]
     assert probes[:2] == [Ping(1, 0), Ping(2, 0)]
+
+
+# -- what all first windows of a link may have
+
+KIB = 1024
+
+
+def first_windows(budget: int, count: int, window: int = 512 * KIB) -> tuple[Pair, list[tuple[Stream, Stream]]]:
+    pair = Pair(window=window, budget=budget)
+    return pair, [pair.open() for _ in range(count)]
+
+
+def test_a_first_window_is_a_quarter_of_what_is_left_if_that_is_less() -> None:
+    _, streams = first_windows(4096 * KIB, 7)
+    wanted = [512, 512, 512, 512, 512, 384, 288]
+    assert [near.window // KIB for near, _ in streams] == wanted
+    assert [near.credit // KIB for near, _ in streams] == wanted
+
+
+def test_a_first_window_is_16_kib_however_many_streams_there_are() -> None:
+    _, streams = first_windows(1024 * KIB, 100)
+    assert [near.credit for near, _ in streams[30:]] == [16 * KIB] * 70
+
+
+def test_a_first_window_comes_back_with_the_end_of_its_stream() -> None:
+    pair, streams = first_windows(1024 * KIB, 100)
+    for near, _ in streams:
+        near.reset("cancelled", "")
+    pair.pump()
+    assert [pair.opener.session._budget, pair.acceptor.session._budget] == [1024 * KIB] * 2
+    assert pair.open()[0].credit == 256 * KIB
+
+
+def test_a_dial_that_is_not_answered_has_nothing_at_its_acceptor() -> None:
+    pair = Pair(window=512 * KIB, budget=1024 * KIB)
+    streams = [pair.dial() for _ in range(10)]
+    assert pair.acceptor.session._budget == 1024 * KIB
+    streams[0][1].accept()
+    pair.pump()
+    assert streams[0][0].credit == 256 * KIB
+
+
+def test_a_stream_that_leads_on_has_nothing_of_its_own() -> None:
+    pair = Pair(window=512 * KIB, budget=1024 * KIB)
+    _, far, _ = pair.dial()
+    far.accept(window=700 * KIB)
+    near = pair.opener.session.open("a", 1, 10, {}, lambda _: None, 700 * KIB)
+    pair.pump()
+    assert (far.lent, near.lent) == (0, 0)
+
+
+def test_a_first_window_that_is_less_than_it_could_be_is_told() -> None:
+    bitten: list[str] = []
+    session = Session(
+        opener=True,
+        window=100 * KIB,
+        budget=500 * KIB,
+        on_dial=lambda _stream, _request: None,
+        on_control=lambda _packet: None,
+        on_streams=lambda _count: None,
+        on_bound=bitten.append,
+    )
+    windows = [session.open("a", 1, 10, {}, lambda _: None).window // KIB for _ in range(3)]
+    assert windows == [100, 100, 75]
+    assert bitten == ["link_window"]

@@ -4,6 +4,7 @@ Rules that hold here:
 
 - Connections are accepted in batches, until the kernel has no more.
 - A listener outlives a shortage of descriptors or memory: it waits a little and goes on, and says so once a minute.
+- Whoever is one too many is closed when accepted, before anything is made for it.
 - Closing a listener ends no connection, and resets none that the kernel had already taken: its queue is emptied first.
 
 This file must not know what the connections are for.
@@ -20,6 +21,7 @@ import trio
 
 from tunnel import logs
 from tunnel.address import ListenAddress
+from tunnel.bounds import Crowd
 from tunnel.errors import TunnelError
 
 log = logs.get_logger(__name__)
@@ -30,8 +32,10 @@ _PAUSE = 0.1  # seconds after the system had no resources for one more connectio
 _QUIET = 60.0  # seconds between two log lines about that
 _SHORTAGE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
-Handler = Callable[[socket.socket], Awaitable[None]]
+Handler = Callable[..., Awaitable[None]]
+"""Takes an accepted socket, and whatever ``Spawn`` adds."""
 Spawn = Callable[[Handler, socket.socket], bool]
+"""Starts a task for an accepted socket, or says False."""
 
 
 class BindError(TunnelError):
@@ -105,6 +109,29 @@ async def accept(listener: socket.socket, handler: Handler, spawn: Spawn) -> Non
                     await trio.sleep(_PAUSE)
         finally:
             _accept_batch(listener, handler, spawn, most=_BACKLOG)
+
+
+def source_of(sock: socket.socket) -> str:
+    """The address that a connection comes from, without its port; empty if it has gone already."""
+    try:
+        return str(sock.getpeername()[0])
+    except OSError:
+        return ""
+
+
+def admitted(crowd: Crowd, spawn: Callable[..., bool]) -> Spawn:
+    """``spawn``, for as many as the crowd takes. The handler gets a seat in it too, and leaves that."""
+
+    def spawn_admitted(handler: Handler, sock: socket.socket) -> bool:
+        seat = crowd.enter(source_of(sock))
+        if seat is None:
+            return False
+        if not spawn(handler, sock, seat):
+            seat.leave()
+            return False
+        return True
+
+    return spawn_admitted
 
 
 def _accept_batch(listener: socket.socket, handler: Handler, spawn: Spawn, most: int = _BATCH) -> OSError | None:

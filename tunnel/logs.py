@@ -17,15 +17,19 @@ import atexit
 import contextlib
 import json
 import logging
+import math
 import queue
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
 _MOST_LINES = 10_000  # that wait for who reads them
+_SELDOM = 60.0  # seconds between two lines about the same thing, where such are held back
+_MOST_THINGS = 1000  # that are remembered for that
 _LAST_WORDS = 0.5  # seconds that they get at the end, twice
 
 
@@ -190,3 +194,34 @@ def _word(value: object) -> str:
 def _escape(text: str, also: str = "") -> str:
     """JSON's escapes for whatever is not printable: line breaks, terminal sequences, characters that turn the text."""
     return "".join(char if char.isprintable() and char not in also else json.dumps(char)[1:-1] for char in text)
+
+
+class Seldom:
+    """Lets a line about each thing through once a minute, and counts those that it does not.
+
+    Args:
+        now: seconds, from whenever on.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._when: dict[Hashable, float] = {}
+        self._times: Counter[Hashable] = Counter()
+
+    def times(self, about: Hashable) -> int:
+        """How often it has happened since the last line about that, if it is time for one; 0 if not."""
+        now = self._now()
+        if about not in self._when and len(self._when) >= _MOST_THINGS:
+            self._forget(now)
+        self._times[about] += 1
+        if now - self._when.get(about, -math.inf) < _SELDOM:
+            return 0
+        self._when[about] = now
+        return self._times.pop(about)
+
+    def _forget(self, now: float) -> None:
+        """Those that were said long ago; all of them if none were: rather a line too many than too much memory."""
+        self._when = {about: when for about, when in self._when.items() if now - when < _SELDOM}
+        if len(self._when) >= _MOST_THINGS:
+            self._when.clear()
+        self._times = Counter({about: times for about, times in self._times.items() if about in self._when})

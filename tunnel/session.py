@@ -22,6 +22,8 @@ Rules that hold here:
 - Control packets go out before DATA. DATA of all streams takes turns, frame by frame. EOF stays behind the DATA of
   its stream; a reset throws that DATA away.
 - DATA for a stream that is not there is answered by one CLOSE and dropped.
+- The first window of a stream is counted in what the link may have of them, from when the peer hears of it to the end
+  of the stream. A few streams have a large one each, many have small ones; that bounds what can be held for them.
 - What arrives before a sink is attached is held (it is within the window) and given to the sink first.
 
 This file must not know waiting, tasks, sockets, or what a stream is for.
@@ -38,6 +40,8 @@ from tunnel.errors import DialError, LinkLost, LocalProtocolError, RemoteProtoco
 from tunnel.frames import (
     DATA_OVERHEAD,
     MAX_U32,
+    Auth,
+    Challenge,
     Close,
     Credit,
     DialReq,
@@ -56,6 +60,8 @@ _REMEMBERED = 1024  # ids for which a CLOSE was sent lately: their late DATA nee
 _MAX_CREDIT = 1 << 31
 _MAX_CONTROL = 4 * 1024 * 1024  # bytes of control packets that may wait for a peer that reads nothing
 _PROBE = 0  # the token of a PING that measures a stream
+_LEAST_WINDOW = 16 * 1024  # what a stream gets however many there are
+_NO_BUDGET = 1 << 62
 _PATIENCE = 64  # probes not made because another one's PONG is missing, before that is given up
 
 Frame = tuple[bytes, ...]
@@ -63,6 +69,11 @@ OnAnswer = Callable[[DialError | None], None]
 """Told how a dial ended: None is a stream that may be used."""
 Onward = Callable[[Credit | Ping | Pong], None]
 """Takes what is meant for the real end of a stream."""
+
+
+def _check_window(packet: DialReq | DialRsp) -> None:
+    if packet.window > _MAX_CREDIT:
+        raise RemoteProtocolError(f"a window of {packet.window} for stream {packet.stream}", bound="credit")
 
 
 class State(IntEnum):
@@ -103,27 +114,28 @@ class Stream:
         state: see the head of this file.
         credit: bytes that may be sent now.
         window: bytes the peer may have on their way.
+        lent: how much of ``window`` is counted in what the link may have.
         grown: how much of ``window`` came after the first.
         sent, received: bytes of payload so far.
         onward: set on a stream that only leads on to another link.
     """
 
     __slots__ = (
-        "_answer", "_frames", "_held", "_sink", "_unreturned", "_window_left", "credit", "grown", "id", "onward",
-        "received", "sent", "session", "state", "why", "window",
+        "_answer", "_frames", "_held", "_sink", "_unreturned", "_window_left", "credit", "grown", "id", "lent",
+        "onward", "received", "sent", "session", "state", "why", "window",
     )  # fmt: skip
 
-    def __init__(self, session: Session, number: int, credit: int, window: int) -> None:
+    def __init__(self, session: Session, number: int, credit: int) -> None:
         self.session = session
         self.id = number
         self.state = State.DIALLING
         self.credit = credit
         self.why: tuple[str, str] | None = None  # of the reset, if there was one
-        self.window = window
+        self.window = self._window_left = 0  # until it is said
+        self.lent = 0
         self.grown = 0
         self.sent = self.received = 0
         self.onward: Onward | None = None
-        self._window_left = window
         self._unreturned = 0
         self._sink: Sink | None = None
         self._held: bytearray | None = None
@@ -143,9 +155,12 @@ class Stream:
         """
         self._check_answering()
         self.state = State.OPEN
-        if window is not None:
-            self.window = self._window_left = window
+        self.take_window(self.session.lend(self) if window is None else window)
         self.session.send_control(DialRsp(self.id, "ok", "", self.window))
+
+    def take_window(self, size: int) -> None:
+        """For the session: so many bytes may come unasked."""
+        self.window = self._window_left = size
 
     def refuse(self, error: DialError) -> None:
         """DIALLING -> CLOSED: there will be no stream.
@@ -249,12 +264,12 @@ class Stream:
     def attach(self, sink: Sink) -> None:
         """Say who consumes the stream from now on; what was held comes first."""
         self._sink = sink
-        held, self._held = self._held, None
+        held, self._held, why = self._held, None, self.why
         if held:
             sink.on_data(memoryview(held))
-        if self.why:
-            sink.on_reset(*self.why)
-        elif self.state in (State.REMOTE_EOF, State.CLOSED):
+        if why:
+            sink.on_reset(*why)
+        elif self.why is None and self.state in (State.REMOTE_EOF, State.CLOSED):  # else the sink reset it just now
             sink.on_eof()
 
     def consumed(self, size: int) -> None:
@@ -285,7 +300,8 @@ class Stream:
         if self.state not in _MAY_RECEIVE:
             raise RemoteProtocolError(f"DATA for stream {self.id}, which is {self.state.name}")
         if size > self._window_left:
-            raise RemoteProtocolError(f"DATA of {size} bytes for stream {self.id}, with credit for {self._window_left}")
+            text = f"DATA of {size} bytes for stream {self.id}, with credit for {self._window_left}"
+            raise RemoteProtocolError(text, bound="credit")
         self._window_left -= size
         self.received += size
         if self.session.probed is self:
@@ -314,7 +330,9 @@ class Stream:
         had = self.credit
         self.credit += packet.amount
         if not packet.amount or self.credit > _MAX_CREDIT:
-            raise RemoteProtocolError(f"CREDIT of {packet.amount} for stream {self.id}, which has {had}")
+            raise RemoteProtocolError(
+                f"CREDIT of {packet.amount} for stream {self.id}, which has {had}", bound="credit"
+            )
         if self.onward is not None:
             self.onward(packet)
         elif not had and self._sink is not None and self.state in _MAY_SEND:
@@ -324,6 +342,7 @@ class Stream:
         """For the session."""
         if self.state is not State.DIALLING:
             raise RemoteProtocolError(f"a second answer for stream {self.id}")
+        _check_window(packet)
         error = None if packet.code == "ok" else dial_error(packet.code, packet.text)
         if error is None:
             self.state = State.OPEN
@@ -362,14 +381,17 @@ class Session:
 
     Args:
         opener: whether this side opens streams.
-        window: bytes each stream's peer may send unasked.
+        window: bytes each stream's peer may send unasked, while ``budget`` lasts.
+        budget: bytes that first windows may have together; beyond it each gets 16 KiB at most.
         most_window: what a stream's window may grow to.
         spare: bytes that all windows of the link together may grow by.
         on_dial: called with each new stream in DIALLING state and its DIAL_REQ; never on an opener.
         on_control: called with each packet that is about the link, but for PING, which is answered here.
         on_streams: called with the number of streams whenever it changes.
+        on_bound: called with the name of a bound when it bites; see ``bounds.py``.
 
     Attributes:
+        pings, dials: how many PINGs and DIAL_REQs have come since whoever looks has set them to 0.
         queued: bytes of DATA and EOF frames waiting to be taken.
         passing: how many of them came from another link; their sender is bound by its window alone.
         most_data: longest payload that the peer takes in one frame.
@@ -383,9 +405,11 @@ class Session:
         window: int,
         most_window: int = 0,
         spare: int = 0,
+        budget: int = _NO_BUDGET,
         on_dial: Callable[[Stream, DialReq], None],
         on_control: Callable[[Packet], None],
         on_streams: Callable[[int], None],
+        on_bound: Callable[[str], None] = lambda _bound: None,
     ) -> None:
         self.opener = opener
         self.first_window = window
@@ -395,6 +419,8 @@ class Session:
         self._waited = 0
         self._most_window = most_window
         self._spare = spare
+        self._budget = budget
+        self.pings = self.dials = 0
         self.queued = 0
         self.passing = 0
         self.frames_sent = self.frames_received = 0
@@ -403,6 +429,7 @@ class Session:
         self._on_dial = on_dial
         self._on_control = on_control
         self._on_streams = on_streams
+        self._on_bound = on_bound
         self._streams: dict[int, Stream] = {}
         self._control: list[bytes] = []
         self._control_size = 0
@@ -445,7 +472,8 @@ class Session:
             raise LocalProtocolError("this side does not open streams")
         if self._last_id == MAX_U32:
             raise LinkLost("all stream ids of the link were used")
-        stream = self._add(self._last_id + 1, 0, self.first_window if window is None else window)
+        stream = self._add(self._last_id + 1, 0)
+        stream.take_window(self.lend(stream) if window is None else window)
         stream.on_answer(on_answer)
         self.send_control(DialReq(stream.id, host, port, stream.window, min(ms, MAX_U32), options))
         return stream
@@ -468,9 +496,18 @@ class Session:
         for stream in list(self._streams.values()):
             stream.receive_close(code, text)
 
-    def _add(self, number: int, credit: int, window: int) -> Stream:
+    def lend(self, stream: Stream) -> int:
+        """A first window for a stream that has none yet."""
+        size = min(self.first_window, max(_LEAST_WINDOW, self._budget // 4))
+        if size < self.first_window:
+            self._on_bound("link_window")
+        stream.lent = size
+        self._budget -= size
+        return size
+
+    def _add(self, number: int, credit: int) -> Stream:
         self._last_id = number
-        stream = self._streams[number] = Stream(self, number, credit, window)
+        stream = self._streams[number] = Stream(self, number, credit)
         self._on_streams(len(self._streams))
         return stream
 
@@ -478,6 +515,7 @@ class Session:
         """For a stream that closed."""
         if self._streams.pop(stream.id, None) is not None:
             self._spare += stream.grown
+            self._budget += stream.lent
             self._closed_sent += stream.sent
             self._closed_received += stream.received
             self.look_away(stream)
@@ -557,14 +595,16 @@ class Session:
     def _check_control(self) -> None:
         """Who sends what has to be answered must read the answers."""
         if self.clogged:
-            raise RemoteProtocolError(f"{self._control_size} bytes of answers are waiting to be read")
+            raise RemoteProtocolError(f"{self._control_size} bytes of answers are waiting to be read", bound="answers")
 
     def _receive_dial_req(self, packet: DialReq) -> None:
         if self.opener:
             raise RemoteProtocolError("DIAL_REQ from the side that does not open streams")
         if packet.stream <= self._last_id:
             raise RemoteProtocolError(f"DIAL_REQ for stream {packet.stream}; ids up to {self._last_id} were used")
-        self._on_dial(self._add(packet.stream, packet.window, self.first_window), packet)
+        _check_window(packet)
+        self.dials += 1
+        self._on_dial(self._add(packet.stream, packet.window), packet)
 
     def _receive_dial_rsp(self, packet: DialRsp) -> None:
         if not self.opener:
@@ -591,8 +631,8 @@ class Session:
         if stream is not None:
             stream.receive_credit(packet)
 
-    def _receive_hello(self, packet: Hello) -> None:
-        raise RemoteProtocolError("HELLO after the handshake")
+    def _receive_greeting(self, packet: Packet) -> None:
+        raise RemoteProtocolError(f"{type(packet).__name__.upper()} after the handshake")
 
     def probe(self, stream: Stream, left: int) -> None:
         """For a stream that returns credit, and whose peer had ``left`` before: is it the window that bounds it?"""
@@ -624,6 +664,7 @@ class Session:
                 stream.grow(size)
 
     def _receive_ping(self, packet: Ping) -> None:
+        self.pings += 1
         stream = self._streams.get(packet.stream)
         if stream is not None and stream.onward is not None:
             stream.onward(packet)
@@ -639,5 +680,7 @@ _HANDLERS: dict[type[Packet], Callable[[Session, Any], None]] = {
     Credit: Session._receive_credit,
     Ping: Session._receive_ping,
     Pong: Session._receive_pong,
-    Hello: Session._receive_hello,
+    Hello: Session._receive_greeting,
+    Challenge: Session._receive_greeting,
+    Auth: Session._receive_greeting,
 }
