@@ -16,6 +16,7 @@ TABLE = {
     "no_backend": (503, 1, 75),
     "no_server": (503, 1, 75),
     "refused_draining": (503, 1, 75),
+    "too_many": (503, 1, 75),
     "link_lost": (503, 1, 75),
     "protocol": (502, 1, 69),
 }

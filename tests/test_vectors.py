@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,17 @@ import pytest
 from tunnel import frames
 from tunnel.address import Identifier
 from tunnel.config import Claims, Limits
-from tunnel.errors import HandshakeRefused, RemoteProtocolError
+from tunnel.credentials import Grant, Token
+from tunnel.errors import AuthFailed, HandshakeRefused, RemoteProtocolError
 from tunnel.frames import DATA, Close, Decoder, Hello, Packet, data_header
-from tunnel.handshake import AcceptingHandshake, DiallingHandshake, Handshake, Identity
+from tunnel.handshake import AcceptingHandshake, DiallingHandshake, Handshake
+from tunnel.identity import Identity
 
 _VECTORS = Path(__file__).parent / "vectors"
 _NAMES = {
     "HELLO": frames.Hello,
+    "CHALLENGE": frames.Challenge,
+    "AUTH": frames.Auth,
     "WELCOME": frames.Welcome,
     "DIAL_REQ": frames.DialReq,
     "DIAL_RSP": frames.DialRsp,
@@ -64,10 +70,20 @@ def _decode(data: bytes, limit: int = Limits().body) -> tuple[list[object], int]
     return seen, decoder.unknown
 
 
+def _with_bytes(fields: Vector) -> Vector:
+    """With an entry ``x`` of bytes for each ``x_hex``."""
+    return {
+        key.removesuffix("_hex"): _with_bytes(value)
+        if isinstance(value, dict)
+        else (bytes.fromhex(value) if key.endswith("_hex") else value)
+        for key, value in fields.items()
+    }
+
+
 def _meaning(vector: Vector) -> object:
-    fields = vector["fields"]
+    fields = _with_bytes(vector["fields"])
     if vector["packet"] == "DATA":
-        return fields["stream"], bytes.fromhex(fields["payload_hex"])
+        return fields["stream"], fields["payload"]
     return _NAMES[vector["packet"]](**fields)
 
 
@@ -134,10 +150,9 @@ def _linked(vector: Vector) -> tuple[Handshake, Handshake]:
     dialling, accepting = DiallingHandshake(_identity(hello)), AcceptingHandshake(_identity(welcome))
     first = dialling.first()
     assert first.encode() == hello
-    answer = accepting.receive(first)
-    assert answer is not None
+    (answer,) = accepting.receive(first)
     assert answer.encode() == welcome
-    dialling.receive(answer)
+    assert dialling.receive(answer) == []
     return dialling, accepting
 
 
@@ -159,3 +174,109 @@ def test_a_handshake_that_is_refused_is_these_bytes() -> None:
     assert refusal == Close(0, "protocol", str(caught.value))
     with pytest.raises(HandshakeRefused):
         DiallingHandshake(Identity("agent", "edge-1")).receive(refusal)
+
+
+# -- with tokens
+
+_SERVER = Identity("server", "server", "ffeeddccbbaa99887766554433221100")
+
+
+def _chosen(monkeypatch: pytest.MonkeyPatch, nonce: bytes) -> None:
+    monkeypatch.setattr("secrets.token_bytes", lambda _size: nonce)
+
+
+def _accepting(vector: Vector) -> AcceptingHandshake:
+    secret = vector.get("secret_of_server", vector["secret"]).encode()
+    role = _identity(_bytes(vector["steps"][0])).role
+    token = Token(vector["token"], role, secret, "tokens.toml", Grant(agents=("*",), anything=True))
+    return AcceptingHandshake(_SERVER, tokens=lambda: {token.id: token}, binding=bytes.fromhex(vector["binding_hex"]))
+
+
+def _dialling(vector: Vector) -> DiallingHandshake:
+    me = _identity(_bytes(vector["steps"][0]))
+    token = Token(vector["token"], me.role, vector["secret"].encode(), "token.toml")
+    return DiallingHandshake(me, token, bytes.fromhex(vector["binding_hex"]))
+
+
+def _take(side: Handshake, frame: bytes) -> list[bytes]:
+    (packet,), _ = _decode(frame)
+    assert isinstance(packet, Packet)
+    return [answer.encode() for answer in side.receive(packet, frame[4:])]
+
+
+@_each("authenticated")
+def test_a_proof_is_the_hmac_of_what_was_said(vector: Vector) -> None:
+    binding = bytes.fromhex(vector["binding_hex"])
+    said = len(binding).to_bytes(4, "big") + binding
+    labels = {"server": b"trio-tunnel accepting\0"}
+    for step in vector["steps"]:
+        if "digest_hex" in step:
+            (auth,), _ = _decode(_bytes(step))
+            digest = hashlib.sha256(said).digest()
+            label = labels.get(step["from"], b"trio-tunnel dialling\0")
+            assert digest == bytes.fromhex(step["digest_hex"])
+            assert auth == frames.Auth(hmac.digest(vector["secret"].encode(), label + digest, "sha256"))
+        said += _bytes(step)
+
+
+def _with_outcome(*, refused: bool, spelled_here: bool = False) -> pytest.MarkDecorator:
+    vectors = [vector for vector in _load("authenticated") if refused is (vector["outcome"] == "refused")]
+    if spelled_here:
+        vectors = [vector for vector in vectors if "spelled otherwise" not in vector["name"]]
+    return pytest.mark.parametrize("vector", [pytest.param(vector, id=vector["name"]) for vector in vectors])
+
+
+def _challenged(monkeypatch: pytest.MonkeyPatch, vector: Vector) -> tuple[AcceptingHandshake, bytes, list[bytes]]:
+    """The accepting side, the proof that it hears, and what it answers."""
+    hello, challenge, proof, *rest = map(_bytes, vector["steps"])
+    accepting = _accepting(vector)
+    _chosen(monkeypatch, challenge[-32:])
+    assert _take(accepting, hello) == [challenge]
+    return accepting, proof, rest
+
+
+@_with_outcome(refused=False)
+def test_a_server_takes_a_proof_and_gives_its_own_as_these_bytes(
+    monkeypatch: pytest.MonkeyPatch, vector: Vector
+) -> None:
+    accepting, proof, answers = _challenged(monkeypatch, vector)
+    assert _take(accepting, proof) == answers
+    assert accepting.peer == _identity(_bytes(vector["steps"][0]))
+
+
+@_with_outcome(refused=True)
+def test_a_server_refuses_a_proof_with_these_bytes(monkeypatch: pytest.MonkeyPatch, vector: Vector) -> None:
+    accepting, proof, answers = _challenged(monkeypatch, vector)
+    with pytest.raises(AuthFailed) as caught:
+        _take(accepting, proof)
+    assert [Close(0, caught.value.code, caught.value.text).encode()] == answers
+    assert accepting.peer is None
+
+
+def _proved(monkeypatch: pytest.MonkeyPatch, vector: Vector) -> tuple[DiallingHandshake, list[bytes]]:
+    """The dialling side, and what it is answered."""
+    hello, challenge, proof, *rest = map(_bytes, vector["steps"])
+    dialling = _dialling(vector)
+    _chosen(monkeypatch, hello[-32:])
+    assert dialling.first().encode() == hello
+    assert _take(dialling, challenge) == [proof]
+    return dialling, rest
+
+
+@_with_outcome(refused=False, spelled_here=True)
+def test_who_dials_gives_a_proof_and_takes_the_servers_as_these_bytes(
+    monkeypatch: pytest.MonkeyPatch, vector: Vector
+) -> None:
+    dialling, (proof, welcome) = _proved(monkeypatch, vector)
+    assert _take(dialling, proof) == []
+    assert _take(dialling, welcome) == []
+    assert dialling.peer == _SERVER
+    assert vector["outcome"] == f"linked; the {'client' if dialling.opens else 'server'} opens streams"
+
+
+@_with_outcome(refused=True, spelled_here=True)
+def test_who_dials_understands_a_refusal_that_is_these_bytes(monkeypatch: pytest.MonkeyPatch, vector: Vector) -> None:
+    dialling, (refusal,) = _proved(monkeypatch, vector)
+    with pytest.raises(AuthFailed):
+        _take(dialling, refusal)
+    assert dialling.peer is None

@@ -10,8 +10,10 @@ This file must not know which sections or keys there are.
 
 from __future__ import annotations
 
+import os
 import re
 import reprlib
+import stat
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ Keys = Mapping[str, Mapping[str, type]]
 Where = tuple[str, ...]
 """A section, or a section and its key."""
 
+_FOR_OTHERS = 0o077
 _TAKEN_TYPES = {str: "a text", bool: "true or false", int: "a whole number", list: "a list of texts"}
 
 
@@ -55,14 +58,8 @@ class ConfigFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
-        text = _read(path)
-        try:
-            self.sections: dict[str, Any] = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            at_line = re.search(r"at line (\d+)", str(error))
-            line = int(at_line[1]) if at_line else text.count("\n") + 1  # otherwise "at end of document"
-            raise ConfigError(f"{path}:{line}: not TOML: {error}") from error
-        self._text = text
+        self._text = read_text(path)
+        self.sections = parse_toml(path, self._text)
         self._lines: dict[Where, int] = {}
 
     def problem(self, where: Where, text: str) -> Problem:
@@ -102,13 +99,40 @@ def load(path: str | Path, known: Keys) -> dict[str, dict[str, Any]]:
     return file.sections
 
 
-def _read(path: str | Path) -> str:
+def read_text(path: str | Path, *, private: bool = False, errors: str = "strict") -> str:
+    """A file's text; ``private``: one that nobody but its owner may use; ``errors`` as for ``bytes.decode``.
+
+    Raises:
+        ConfigError: it cannot be read, is not UTF-8, or others may use it.
+    """
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with Path(path).open("rb") as file:
+            for_others = stat.S_IMODE(os.fstat(file.fileno()).st_mode) & _FOR_OTHERS
+            content = file.read()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
+    if private and for_others:
+        raise ConfigError(f"{path}: others than its owner may use it; taken: a file of mode 600 or 400")
+    try:
+        return content.decode(errors=errors)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def parse_toml(path: str | Path, text: str) -> dict[str, Any]:
+    """What the text of a file says.
+
+    Raises:
+        ConfigError: it is not TOML. What it holds is not shown.
+    """
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        at_line = re.search(r"at line (\d+)", str(error))
+        line = int(at_line[1]) if at_line else text.count("\n") + 1  # otherwise "at end of document"
+        raise ConfigError(f"{path}:{line}: not TOML: {error}") from error
+    except (RecursionError, ValueError) as error:
+        raise ConfigError(f"{path}: not TOML that can be read: nested too deep, or a number too long") from error
 
 
 def _fits(value: object, wanted: type) -> bool:

@@ -12,6 +12,7 @@ This file must not know anything else of the package, and imports nothing from i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 CUT = "drain_deadline"
@@ -39,7 +40,14 @@ class LocalProtocolError(ProtocolError):
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer sent something that is not valid, or not now; the link ends with this reason."""
+    """The peer sent something that is not valid, or not now; the link ends with this reason.
+
+    ``bound``: the name of the bound that was exceeded, if that is what it is.
+    """
+
+    def __init__(self, text: str, bound: str = "") -> None:
+        super().__init__(text)
+        self.bound = bound
 
 
 class HandshakeRefused(TunnelError):
@@ -49,6 +57,16 @@ class HandshakeRefused(TunnelError):
         super().__init__(f"{text} ({code})")
         self.code = code
         self.text = text
+
+
+class AuthFailed(HandshakeRefused):
+    """One side did not prove who it is, or may not do what it wants to; ``facts`` are for this side's own log."""
+
+    code = "auth"
+
+    def __init__(self, text: str, facts: Mapping[str, str]) -> None:
+        super().__init__(self.code, text)
+        self.facts = facts
 
 
 class LinkClosed(TunnelError):
@@ -154,6 +172,14 @@ class RefusedDraining(DialError):
     exit_code = 75
 
 
+class TooMany(DialError):
+    """Whoever was asked has as many streams, or dials without an answer, as it takes."""
+
+    code = "too_many"
+    http_status = 503
+    exit_code = 75
+
+
 class LinkLost(DialError):
     """The link to the agent was lost before the dial was answered."""
 
@@ -179,6 +205,7 @@ DIAL_ERRORS: dict[str, type[DialError]] = {
         NoBackend,
         NoServer,
         RefusedDraining,
+        TooMany,
         LinkLost,
         DialProtocolError,
     )

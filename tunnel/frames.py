@@ -40,6 +40,7 @@ _LENGTH = struct.Struct(">I")
 _DATA_HEADER = struct.Struct(">IBBBIBI")
 _ARRAY_OF_3, _UINT32, _BIN32 = 0x93, 0xCE, 0xC6
 _LONG = 4096  # bytes of a frame that are received before memory for all of it is reserved
+_LONGEST_CODE, _LONGEST_TEXT = 64, 800  # characters, of up to four bytes
 _MAX_ITEMS = 1024  # in any array or map of a body: bounds what a nested body can make us allocate
 
 _pack = msgpack.Packer(autoreset=True).pack
@@ -58,6 +59,13 @@ class Packet:
         return _LENGTH.pack(len(body)) + body
 
 
+def _cut(packet: Packet, **longest: int) -> None:
+    """What people are to read is passed on and logged: never more than fits into a frame before the handshake."""
+    for name, most in longest.items():
+        if len(getattr(packet, name)) > most:
+            object.__setattr__(packet, name, getattr(packet, name)[:most])
+
+
 @dataclass(frozen=True, slots=True)
 class Hello(Packet):
     """First packet of the side that dialled; ``info`` is described in ``handshake.py``."""
@@ -65,6 +73,22 @@ class Hello(Packet):
     type = 1
     version: int
     info: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Challenge(Packet):
+    """Answer to HELLO of a server that wants a proof; ``info`` holds its ``nonce``."""
+
+    type = 2
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Auth(Packet):
+    """A proof: first of the side that dialled, then of the other; see ``handshake.py``."""
+
+    type = 3
+    proof: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +123,9 @@ class DialRsp(Packet):
     text: str
     window: int
 
+    def __post_init__(self) -> None:
+        _cut(self, code=_LONGEST_CODE, text=_LONGEST_TEXT)
+
 
 @dataclass(frozen=True, slots=True)
 class Eof(Packet):
@@ -116,6 +143,9 @@ class Close(Packet):
     stream: int
     code: str
     text: str
+
+    def __post_init__(self) -> None:
+        _cut(self, code=_LONGEST_CODE, text=_LONGEST_TEXT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +185,9 @@ class Drain(Packet):
     reason: str
     ms: int
     open: int
+
+    def __post_init__(self) -> None:
+        _cut(self, reason=_LONGEST_TEXT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +229,9 @@ class DrainCmd(Packet):
     ms: int
     leave: int
 
+    def __post_init__(self) -> None:
+        _cut(self, text=_LONGEST_TEXT)
+
 
 @dataclass(frozen=True, slots=True)
 class DrainStatus(Packet):
@@ -208,6 +244,9 @@ class DrainStatus(Packet):
     oldest_ms: int
     acked: int
     servers: int
+
+    def __post_init__(self) -> None:
+        _cut(self, state=_LONGEST_CODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +267,8 @@ class GoAwayAck(Packet):
 
 
 _KINDS: tuple[type[Packet], ...] = (
-    Hello, Welcome, DialReq, DialRsp, Eof, Close, Credit, Ping, Pong, Drain, DrainAck, Undrain, UndrainAck, DrainCmd,
-    DrainStatus, GoAway, GoAwayAck,
+    Hello, Challenge, Auth, Welcome, DialReq, DialRsp, Eof, Close, Credit, Ping, Pong, Drain, DrainAck, Undrain,
+    UndrainAck, DrainCmd, DrainStatus, GoAway, GoAwayAck,
 )  # fmt: skip
 _BY_TYPE = {kind.type: kind for kind in _KINDS}
 
@@ -241,6 +280,7 @@ def _is_uint(value: object) -> bool:
 _CHECKS: dict[object, Callable[[object], bool]] = {
     "int": _is_uint,
     "str": lambda value: type(value) is str,
+    "bytes": lambda value: type(value) is bytes,
     "dict[str, Any]": lambda value: type(value) is dict and all(type(key) is str for key in value),
 }
 
@@ -306,7 +346,8 @@ class Decoder:
 
     Attributes:
         limit: the longest body taken, in bytes.
-        strict: whether a packet of unknown type is refused; otherwise it is ignored.
+        strict: whether a packet of unknown type is refused, and ``body`` kept; otherwise it is ignored.
+        body: the last frame's, as long as it is strict.
         unknown: packets ignored so far because their type is not known.
     """
 
@@ -317,6 +358,7 @@ class Decoder:
         self.on_packet = on_packet
         self.on_data = on_data
         self.strict = False
+        self.body = b""
         self.unknown = 0
         self._rest = b""  # the short beginning of a frame
         self._long: memoryview | None = None  # memory for a whole frame of which so much is there that it is believed
@@ -414,7 +456,8 @@ class Decoder:
 
     def _check_length(self, length: int) -> None:
         if not 0 < length <= self.limit:
-            raise RemoteProtocolError(f"a frame says its body has {length} bytes; 1 to {self.limit} are taken")
+            text = f"a frame says its body has {length} bytes; 1 to {self.limit} are taken"
+            raise RemoteProtocolError(text, bound="body" if length else "")
 
     def _bad_data(self, length: int, payload: int) -> RemoteProtocolError:
         self._check_length(length)
@@ -423,6 +466,8 @@ class Decoder:
 
     def _decode(self, body: memoryview) -> None:
         values = _parse(body)
+        if self.strict:
+            self.body = bytes(body)
         kind = _BY_TYPE.get(values[0])
         if kind is not None:
             self.on_packet(_packet(kind, values))

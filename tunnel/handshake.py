@@ -1,143 +1,42 @@
-"""The first packets of a link, without I/O: who are you, and do we speak the same protocol.
+"""The first packets of a link, without I/O: who are you, do we speak the same protocol, and can you prove it.
 
-    dialling side:   START --first()--> HELLO SENT --WELCOME--> DONE
-                                             +-----CLOSE(0)---> refused
-    accepting side:  START --HELLO--> DONE (and answers WELCOME)
-                       +--HELLO that cannot be taken--> refused (and answers CLOSE of stream 0)
+    dialling side:   START --first()--> HELLO SENT --WELCOME--> DONE           unless it has a token, then:
+                                        HELLO SENT --CHALLENGE--> PROVED --AUTH--> KNOWN --WELCOME--> DONE
+                     any --CLOSE(0)--> refused
+    accepting side:  START --HELLO--> DONE (answers WELCOME)                   unless it has tokens, then:
+                     START --HELLO--> CHALLENGED (answers CHALLENGE) --AUTH--> DONE (answers AUTH, WELCOME)
+                     any --what cannot be taken--> refused (answers CLOSE of stream 0)
 
 Rules that hold here:
 
 - Nothing of the peer is believed before it is checked for shape, and nothing else is legal before DONE.
 - A version mismatch names both versions, on both sides.
-- Unknown entries of a HELLO or WELCOME are ignored: features are how later versions find each other.
+- Both sides prove that they know the secret of the token that HELLO names: an HMAC over every byte that was said so
+  far, with a nonce of each side in it, and over what the channel below is bound to. So no proof can be used again, for
+  another HELLO, over another connection, or by the other side. Who has a token takes no server that proves nothing.
+- Who names a token that does not exist is asked for a proof all the same, and hears the same refusal.
 
-CHALLENGE (type 2) and AUTH (type 3) have their place between HELLO and WELCOME; no credentials exist yet, and a peer
-that sends either is refused. This file must not know sockets, streams or time.
+This file must not know sockets, streams or time.
 """
 
 from __future__ import annotations
 
-import re
+import hashlib
 import reprlib
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tunnel import frames
-from tunnel.address import Identifier
-from tunnel.config import Claims, Limits, parse_agent_name
-from tunnel.errors import ConfigError, HandshakeRefused, RemoteProtocolError
-from tunnel.frames import Close, Hello, Packet, Welcome
+from tunnel.credentials import Token, Tokens, stranger
+from tunnel.errors import AuthFailed, HandshakeRefused, RemoteProtocolError
+from tunnel.frames import Auth, Challenge, Close, Hello, Packet, Welcome
+from tunnel.identity import Identity, read_identity
 
 ROLES = ("agent", "client")
-_INSTANCE = re.compile(r"[0-9a-f]{32}\Z")
-
-
-def new_instance() -> str:
-    """An id for this process start: 128 random bits, as 32 hexadecimal digits."""
-    return secrets.token_hex(16)
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """What one side says of itself.
-
-    Attributes:
-        role: ``agent``, ``client`` or ``server``.
-        name: chosen by whoever runs it; not unique.
-        instance: unique to one process start.
-        features: words for what else it can do.
-        draining: it is about to leave, and wants nothing new while others can serve.
-        body_limit: longest frame body it takes once linked, in bytes.
-        claims: what an agent says it can serve.
-        linked: ids of the servers that an agent has a link to already.
-    """
-
-    role: str
-    name: str
-    instance: str = field(default_factory=new_instance)
-    features: tuple[str, ...] = ()
-    draining: bool = False
-    body_limit: int = Limits().body
-    claims: Claims = field(default_factory=Claims)
-    linked: tuple[str, ...] = ()
-
-    def to_info(self) -> dict[str, Any]:
-        """The entries of HELLO or WELCOME that say it."""
-        info = {
-            "role": self.role,
-            "name": self.name,
-            "instance": self.instance,
-            "features": list(self.features),
-            "draining": self.draining,
-            "limits": {"body": self.body_limit},
-        }
-        if self.role != "agent":
-            return info
-        return info | {
-            "identifiers": [str(identifier) for identifier in self.claims.identifiers],
-            "default_route": self.claims.default_route,
-            "priority": self.claims.priority,
-            "linked": list(self.linked),
-        }
-
-
-def _read_identity(info: dict[str, Any], roles: tuple[str, ...]) -> Identity:
-    role, name, instance = info.get("role"), info.get("name"), info.get("instance")
-    if role not in roles:
-        raise RemoteProtocolError(f"role is {reprlib.repr(role):.60}, not one of {', '.join(roles)}")
-    if not isinstance(name, str):
-        raise RemoteProtocolError(f"name is {reprlib.repr(name):.60}, not a text")
-    try:
-        parse_agent_name(name)
-    except ConfigError as error:
-        raise RemoteProtocolError(f"name: {error}") from None
-    if not isinstance(instance, str) or not _INSTANCE.match(instance):
-        raise RemoteProtocolError(f"instance is {reprlib.repr(instance):.60}, not 32 hexadecimal digits")
-    return Identity(
-        str(role),
-        name,
-        instance,
-        features=_read_words(info, "features"),
-        draining=_read_flag(info, "draining"),
-        body_limit=_read_body_limit(info),
-        claims=_read_claims(info),
-        linked=_read_words(info, "linked"),
-    )
-
-
-def _read_words(info: dict[str, Any], entry: str) -> tuple[str, ...]:
-    words = info.get(entry, [])
-    if type(words) is not list or not all(type(word) is str for word in words):
-        raise RemoteProtocolError(f"{entry} is {reprlib.repr(words):.60}, not a list of words")
-    return tuple(words)
-
-
-def _read_flag(info: dict[str, Any], entry: str) -> bool:
-    flag = info.get(entry, False)
-    if type(flag) is not bool:
-        raise RemoteProtocolError(f"{entry} is {reprlib.repr(flag):.60}, not true or false")
-    return flag
-
-
-def _read_body_limit(info: dict[str, Any]) -> int:
-    limits = info.get("limits", {})
-    body = limits.get("body", Limits().body) if type(limits) is dict else None
-    if type(body) is not int or body < Limits().body_before_auth:
-        raise RemoteProtocolError(f"limits is {reprlib.repr(limits):.60}, not a map with a body of 4096 or more")
-    return body
-
-
-def _read_claims(info: dict[str, Any]) -> Claims:
-    priority = info.get("priority", 0)
-    if type(priority) is not int:
-        raise RemoteProtocolError(f"priority is {reprlib.repr(priority):.60}, not a number")
-    try:
-        identifiers = tuple(map(Identifier.parse, _read_words(info, "identifiers")))
-        return Claims(identifiers, _read_flag(info, "default_route"), priority)
-    except ConfigError as error:
-        raise RemoteProtocolError(f"claims: {error}") from None
+_NONCE = 32  # bytes
+_NOT_PROVEN = "the token is not known here, or its secret is another one"
+_SERVER_NOT_PROVEN = "the server does not prove that it knows the token"
 
 
 def _check_version(version: int) -> None:
@@ -150,18 +49,45 @@ def welcome(me: Identity, servers: int) -> Welcome:
     return Welcome(frames.VERSION, {**me.to_info(), "servers": servers})
 
 
+class _Transcript:
+    """All that both sides have said, as bytes on the wire; ``binding`` is what the channel below is bound to."""
+
+    def __init__(self, binding: bytes) -> None:
+        self._hash = hashlib.sha256(len(binding).to_bytes(4, "big") + binding)
+
+    def add(self, body: bytes) -> None:
+        """One frame's body."""
+        self._hash.update(len(body).to_bytes(4, "big") + body)
+
+    def say(self, packet: Packet) -> Packet:
+        """The same packet, which is going to be sent."""
+        self._hash.update(packet.encode())
+        return packet
+
+    @property
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+
 class DiallingHandshake:
     """The side that opened the connection: an agent or a client.
+
+    Args:
+        token: what it proves who it is with; None if it has none.
+        binding: see ``tls.py``; empty over plain TCP.
 
     Attributes:
         peer: the server, once DONE.
         servers: how many servers there are in all, as the server says.
     """
 
-    def __init__(self, me: Identity) -> None:
+    def __init__(self, me: Identity, token: Token | None = None, binding: bytes = b"") -> None:
         self.me = me
         self.peer: Identity | None = None
         self.servers = 1
+        self._token = token
+        self._said = _Transcript(binding)
+        self._due: type[Packet] | None = Challenge if token else Welcome
 
     @property
     def opens(self) -> bool:
@@ -170,23 +96,60 @@ class DiallingHandshake:
 
     def first(self) -> Packet:
         """What to send before anything is received."""
-        return Hello(frames.VERSION, self.me.to_info())
+        info = self.me.to_info()
+        if self._token:
+            info["auth"] = {"token": self._token.id, "nonce": secrets.token_bytes(_NONCE)}
+        return self._said.say(Hello(frames.VERSION, info))
 
-    def receive(self, packet: Packet) -> Packet | None:
-        """Take a packet; the answer to send, if any.
+    def receive(self, packet: Packet, body: bytes = b"") -> list[Packet]:
+        """Take a packet, and the body that it came as if there are tokens; what to answer.
 
         Raises:
             HandshakeRefused: the server said no; code and text are the server's.
-            RemoteProtocolError: the packet is not a WELCOME, or not one that can be believed.
+            AuthFailed: the server wants a proof that this side cannot give, or gives none itself.
+            RemoteProtocolError: the packet is not due, or not one that can be believed.
         """
         if isinstance(packet, Close) and packet.stream == 0:
-            raise HandshakeRefused(packet.code, packet.text)
-        if not isinstance(packet, Welcome):
-            raise RemoteProtocolError(f"{type(packet).__name__} before WELCOME")
+            raise self._refused(packet.code, packet.text)
+        due, self._due = self._due, None  # each is taken once, and a refusal is for good
+        if due is None or not isinstance(packet, due):
+            raise self._unexpected(packet, due)
+        match packet, self._token:
+            case Challenge(), Token() as token:
+                return self._prove(packet, body, token)
+            case Auth(), Token() as token:
+                self._believe(packet, token)
+            case Welcome(), _:
+                self._done(packet)
+        return []
+
+    def _refused(self, code: str, text: str) -> HandshakeRefused:
+        if code != AuthFailed.code:
+            return HandshakeRefused(code, text)
+        return AuthFailed(f"the server says: {text}", self._token.facts if self._token else {})
+
+    def _unexpected(self, packet: Packet, due: type[Packet] | None) -> Exception:
+        if isinstance(packet, Challenge):
+            return AuthFailed("the server wants a token, and there is none", {})
+        if isinstance(packet, Welcome) and self._token:
+            return AuthFailed(_SERVER_NOT_PROVEN, self._token.facts)
+        return _not_due(packet, due)
+
+    def _prove(self, packet: Challenge, body: bytes, token: Token) -> list[Packet]:
+        _read_bytes(packet.info, "nonce")
+        self._said.add(body)
+        self._due = Auth
+        return [self._said.say(Auth(token.proof("dialling", self._said.digest)))]
+
+    def _believe(self, packet: Auth, token: Token) -> None:
+        if not token.proves("accepting", self._said.digest, packet.proof):
+            raise AuthFailed(_SERVER_NOT_PROVEN, token.facts)
+        self._due = Welcome
+
+    def _done(self, packet: Welcome) -> None:
         _check_version(packet.version)
         self.recount(packet)
-        self.peer = _read_identity(packet.info, ("server",))
-        return None
+        self.peer = read_identity(packet.info, "server")
 
     def recount(self, packet: Welcome) -> None:
         """Take a WELCOME that comes later on: the number of servers has changed.
@@ -206,17 +169,33 @@ class AcceptingHandshake:
     Args:
         me: who this server is.
         servers: how many servers there are in all.
-        admit: called with who wants to link; raises ``HandshakeRefused`` if it may not.
+        admit: called with who wants to link and the token that it has proved to know, if one is wanted; raises
+            ``HandshakeRefused`` if it may not.
+        tokens: gives those that are taken now; None if nobody has to prove anything.
+        binding: see ``tls.py``; empty over plain TCP.
 
     Attributes:
         peer: the agent or client, once DONE.
+        token: what it has proved who it is with.
     """
 
-    def __init__(self, me: Identity, servers: int = 1, admit: Callable[[Identity], None] = lambda _peer: None) -> None:
+    def __init__(
+        self,
+        me: Identity,
+        servers: int = 1,
+        admit: Callable[[Identity, Token | None], None] = lambda _peer, _token: None,
+        tokens: Callable[[], Tokens] | None = None,
+        binding: bytes = b"",
+    ) -> None:
         self.me = me
         self.servers = servers
         self.peer: Identity | None = None
+        self.token: Token | None = None
         self._admit = admit
+        self._tokens = tokens
+        self._said = _Transcript(binding)
+        self._due: type[Packet] | None = Hello
+        self._asking: tuple[Identity, Token] | None = None  # CHALLENGED: who, and what it says it can prove
 
     @property
     def opens(self) -> bool:
@@ -227,20 +206,75 @@ class AcceptingHandshake:
         """Nothing: the dialling side speaks first."""
         return None
 
-    def receive(self, packet: Packet) -> Packet | None:
-        """Take a packet; the answer to send, if any.
+    def receive(self, packet: Packet, body: bytes = b"") -> list[Packet]:
+        """Take a packet, and the body that it came as if there are tokens; what to answer.
 
         Raises:
-            RemoteProtocolError: the packet is not a HELLO, or not one that can be taken.
+            RemoteProtocolError: the packet is not due, or not one that can be taken.
+            AuthFailed: the peer did not prove that it knows a token, or may not do with it what it wants to.
             HandshakeRefused: ``admit`` said so.
         """
-        if not isinstance(packet, Hello):
-            raise RemoteProtocolError(f"{type(packet).__name__} before HELLO")
+        due, self._due = self._due, None  # each is taken once, and a refusal is for good
+        match packet, self._asking:
+            case Hello(), None if due is Hello:
+                return self._greeted(packet, body)
+            case Auth(), (peer, token) if due is Auth:
+                return self._proven(packet, body, peer, token)
+        raise _not_due(packet, due)
+
+    def _greeted(self, packet: Hello, body: bytes) -> list[Packet]:
         _check_version(packet.version)
-        peer = _read_identity(packet.info, ROLES)
-        self._admit(peer)
+        peer = read_identity(packet.info, *ROLES)
+        if self._tokens is None:
+            return self._done(peer)
+        self._asking = peer, self._named(packet.info, self._tokens())
+        self._due = Auth
+        self._said.add(body)
+        return [self._said.say(Challenge({"nonce": secrets.token_bytes(_NONCE)}))]
+
+    def _named(self, info: dict[str, Any], tokens: Tokens) -> Token:
+        """The token that HELLO names."""
+        auth = info.get("auth")
+        if auth is None:
+            raise AuthFailed("a token is wanted here, and none was named", {})
+        token_id = auth.get("token") if type(auth) is dict else None
+        if type(token_id) is not str:
+            raise RemoteProtocolError("auth is not a map with a token and a nonce")
+        _read_bytes(auth, "nonce")
+        return tokens.get(token_id) or stranger(token_id)
+
+    def _proven(self, packet: Auth, body: bytes, peer: Identity, token: Token) -> list[Packet]:
+        proven = token.proves("dialling", self._said.digest, packet.proof)
+        if not proven or not self._tokens or self._tokens().get(token.id) != token:  # it may have gone meanwhile
+            raise AuthFailed(_NOT_PROVEN, token.facts)
+        if token.role != peer.role:
+            raise AuthFailed(f"the token is for the role {token.role}, not {peer.role}", token.facts)
+        refusal = _refusal(token, peer)
+        if refusal:
+            raise AuthFailed(f"the token {token.id}: {refusal}", token.facts)
+        self._said.add(body)
+        self.token = token
+        return [self._said.say(Auth(token.proof("accepting", self._said.digest))), *self._done(peer)]
+
+    def _done(self, peer: Identity) -> list[Packet]:
+        self._admit(peer, self.token)
         self.peer = peer
-        return welcome(self.me, self.servers)
+        return [welcome(self.me, self.servers)]
+
+    def still_valid(self, tokens: Tokens) -> bool:
+        """Whether the peer may keep its link now that these are the tokens."""
+        if self.token is None or self.peer is None:
+            return True
+        now = tokens.get(self.token.id)
+        if now is None or now.secret != self.token.secret or now.role != self.token.role:
+            return False
+        self.token = now
+        return not _refusal(now, self.peer)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What a log says of the token."""
+        return self.token.facts if self.token else {}
 
     def recount(self, packet: Welcome) -> None:
         """A WELCOME that comes later on.
@@ -249,6 +283,24 @@ class AcceptingHandshake:
             RemoteProtocolError: always; only servers say it.
         """
         raise RemoteProtocolError("WELCOME from the side that dialled")
+
+
+def _not_due(packet: Packet, due: type[Packet] | None) -> RemoteProtocolError:
+    when = f"before {due.__name__.upper()}" if due else "after the handshake"
+    return RemoteProtocolError(f"{type(packet).__name__} {when}")
+
+
+def _refusal(token: Token, peer: Identity) -> str:
+    """Why the token is not for a peer of its role; empty if it is."""
+    if peer.role != "agent":
+        return ""
+    return token.grant.refuses_name(peer.name) or token.grant.refuses_claims(peer.claims)
+
+
+def _read_bytes(info: Mapping[str, Any], entry: str) -> None:
+    value = info.get(entry)
+    if type(value) is not bytes or len(value) != _NONCE:
+        raise RemoteProtocolError(f"{entry} is not {_NONCE} bytes")
 
 
 Handshake = DiallingHandshake | AcceptingHandshake
