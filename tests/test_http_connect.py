@@ -340,3 +340,45 @@ def test_random_bytes_are_served_or_get_a_reply(data: bytes, inside: bool) -> No
                 return
     except BadRequest as error:
         _check_reply(head.reply(error.status, str(error)), error.status)
+
+
+# -- users
+
+
+def _for_user(*headers: str, method: str = "CONNECT", authority: str = "x:1") -> bytes:
+    """The reply where a user is wanted; empty if the request is taken."""
+    head = Head(LIMIT, lambda shown: shown == "Basic me")
+    try:
+        assert head.feed(_head(authority, *headers, method=method)) is not None
+    except BadRequest as error:
+        return head.reply(error.status, str(error))
+    return b""
+
+
+def test_a_user_is_taken_by_its_header() -> None:
+    assert _for_user("Proxy-Authorization: Basic me") == b""
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        ["Proxy-Authorization: Basic you"],
+        ["Proxy-Authorization: Basic me", "Proxy-Authorization: Basic me"],
+        ["Authorization: Basic me"],
+        ["Tunnel-Agent: two words"],
+    ],
+)
+def test_without_it_the_answer_is_407_and_says_what_is_wanted(headers: list[str]) -> None:
+    reply = _for_user(*headers)
+    assert reply.startswith(b"HTTP/1.1 407 ")
+    assert b'\r\nproxy-authenticate: Basic realm="tunnel"' in reply.lower().replace(b"basic realm", b"Basic realm")
+
+
+@pytest.mark.parametrize(("method", "authority"), [("GET", "/"), ("CONNECT", "nowhere"), ("CONNECT", "x:0")])
+def test_nothing_else_about_a_request_is_answered_first(method: str, authority: str) -> None:
+    assert _for_user(method=method, authority=authority).startswith(b"HTTP/1.1 407 ")
+
+
+def test_what_is_wrong_otherwise_is_answered_to_users() -> None:
+    assert _for_user("Proxy-Authorization: Basic me", authority="x:0").startswith(b"HTTP/1.1 400 ")

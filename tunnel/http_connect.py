@@ -11,6 +11,7 @@ This file must not know sockets, time, or how a dial is done.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -59,9 +60,11 @@ class Head:
 
     Args:
         limit: longest head taken, in bytes.
+        takes_user: whether the value of ``Proxy-Authorization`` is taken; None if nobody needs one.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, takes_user: Callable[[str], bool] | None = None) -> None:
+        self._takes_user = takes_user
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=limit)
         self._limit = limit
         self._fed = 0
@@ -87,6 +90,7 @@ class Head:
         self._no_body = request.method == b"HEAD"
         if self._fed - len(self._http.trailing_data[0]) > self._limit:  # h11 bounds only what is not whole yet
             raise BadRequest(431, f"the head is longer than {self._limit} bytes")
+        self._check_user(request)
         if request.method != b"CONNECT":
             raise BadRequest(405, f"{request.method.decode('ascii')} is not served here, only CONNECT")
         names = {name for name, value in request.headers if (name, value) != (b"content-length", b"0")}
@@ -101,6 +105,14 @@ class Head:
             pass
         return ConnectRequest(target, bytes(self._http.trailing_data[0]), agent)
 
+    def _check_user(self, request: h11.Request) -> None:
+        """Before anything else about the request is looked at, or answered."""
+        if self._takes_user is None:
+            return
+        shown = [value.decode("latin-1") for name, value in request.headers if name == b"proxy-authorization"]
+        if len(shown) != 1 or not self._takes_user(shown[0]):
+            raise BadRequest(407, "a name and its password are wanted, in Proxy-Authorization")
+
     def reply(self, status: int, text: str) -> bytes:
         """A whole reply that ends the connection, with one line of text."""
         body = f"{''.join(char if char.isprintable() else '?' for char in text[:_LONGEST_TEXT])}\n".encode()
@@ -111,6 +123,8 @@ class Head:
         ]
         if status == 405:
             headers.append(("Allow", "CONNECT"))
+        if status == 407:
+            headers.append(("Proxy-Authenticate", 'Basic realm="tunnel", charset="UTF-8"'))
         reason = HTTPStatus(status).phrase.encode()
         events: list[h11.Event] = [h11.Response(status_code=status, reason=reason, headers=headers)]
         if not self._no_body:
