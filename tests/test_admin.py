@@ -21,7 +21,8 @@ from tunnel.admin.heart import Heart
 from tunnel.admin.openapi import document
 from tunnel.admin.site import Site
 from tunnel.agent import Agent, AgentState
-from tunnel.config import Claims, Token
+from tunnel.config import Claims
+from tunnel.credentials import Token
 from tunnel.desk import AgentDesk, ServerDesk
 from tunnel.frames import DrainStatus
 from tunnel.operate import DrainView, Operated
@@ -39,7 +40,13 @@ def client(site: Site) -> httpx.AsyncClient:
 
 
 def site_of(operated: Operated, **options: Any) -> Site:
-    return admin_site(operated, Heart(), trio.Event(), **{"guarded": True, **options})
+    return admin_site(operated, Heart(), trio.Event(), **{"guarded": True, "local": True, **options})
+
+
+class Guarded(ServerDesk):
+    """A desk at which changes need a token."""
+
+    admins = (Token("ops", "admin", b"secret", "tokens.toml"), Token("more", "admin", b"another", "tokens.toml"))
 
 
 def of_server(house: House, server: Server | None = None) -> httpx.AsyncClient:
@@ -347,7 +354,7 @@ class TestLongPoll:
 
     async def _waited(self, still: Still, query: str, closing: trio.Event | None = None) -> tuple[float, Any]:
         closing = trio.Event() if closing is None else closing
-        site = admin_site(still, Heart(), closing, guarded=False)  # type: ignore[arg-type]
+        site = admin_site(still, Heart(), closing, guarded=False, local=True)  # type: ignore[arg-type]
         began = trio.current_time()
         response = await client(site).get(f"/api/v1/drain?{query}")
         return trio.current_time() - began, response
@@ -809,8 +816,8 @@ class TestGate:
         ],
     )
     async def test_a_change_needs_the_token(self, house: House, header: str | bytes | None, status: int) -> None:
-        desk = ServerDesk(await house.serve())
-        ask = client(site_of(desk, token=Token("secret")))
+        desk = Guarded(await house.serve())
+        ask = client(site_of(desk))
         headers: Any = {} if header is None else {"authorization": header}
         response = await ask.put("/api/v1/ready", json={"ready": False}, headers=headers)
         assert response.status_code == status
@@ -831,11 +838,11 @@ class TestGate:
         ],
     )
     async def test_every_change_needs_it(self, house: House, method: str, path: str) -> None:
-        ask = client(site_of(ServerDesk(await house.serve()), token=Token("secret")))
+        ask = client(site_of(Guarded(await house.serve())))
         assert error_of(await ask.request(method, path)) == (401, "unauthorized")
 
     async def test_looking_needs_no_token(self, house: House) -> None:
-        ask = client(site_of(ServerDesk(await house.serve()), token=Token("secret")))
+        ask = client(site_of(Guarded(await house.serve())))
         for path in ("/livez", "/metrics", "/api/v1/drain", "/api/v1/agents", "/api/v1/streams", "/"):
             assert (await ask.get(path)).status_code == 200
 

@@ -37,7 +37,7 @@ from tunnel.client import Client
 from tunnel.config import AgentConfig, Limits, Timeouts
 from tunnel.connect import Address, Connector
 from tunnel.drain import DrainPhase
-from tunnel.errors import AddressError, Refused, StreamReset
+from tunnel.errors import AddressError, Denied, Refused, StreamReset
 from tunnel.frames import (
     Close,
     Decoder,
@@ -50,9 +50,11 @@ from tunnel.frames import (
     Hello,
     Packet,
 )
-from tunnel.handshake import Identity, welcome
+from tunnel.handshake import welcome
 from tunnel.http_connect import ESTABLISHED
+from tunnel.identity import Identity
 from tunnel.lifecycle import Phase
+from tunnel.patterns import Pattern, Rules
 from tunnel.stream import TunnelStream
 
 
@@ -655,6 +657,56 @@ async def test_a_leaving_agent_waits_for_its_services(house: House, client: Clie
     await stream.send_eof()
     assert await receive_all(stream) == b""
     assert await ended(agent) == 0
+
+
+# -- rules
+
+
+def _denying(*patterns: str) -> Rules:
+    return Rules(deny=tuple(map(Pattern.parse, patterns)))
+
+
+async def test_a_target_that_is_denied_by_name_is_answered_with_denied(house: House, client: Client) -> None:
+    agent = await house.agent(rules=_denying("*.internal"))
+    with pytest.raises(Denied, match=r"db\.internal:5432: denied by \*\.internal"):
+        await client.dial("DB.internal.", 5432)
+    assert agent.dials.failed == {"denied": 1}
+
+
+async def test_a_target_that_is_denied_by_address_is_not_connected_to(house: House, client: Client) -> None:
+    await house.agent(rules=_denying("127.0.0.0/8"))  # its server is there, too, and is linked to all the same
+    service = await house.service(echo)
+    with pytest.raises(Denied):
+        await client.dial("0.0.0.0", service.target.port)
+    assert service.opened.value == 0
+
+
+async def test_a_name_that_leads_to_a_denied_address_is_answered_with_403(
+    house: House, echoes: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await house.agent(rules=_denying("127.0.0.0/8"))
+    stream = await house.call()
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (echoes.target.host, echoes.target.port))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    await stream.send_all(head(Target("harmless.example", echoes.target.port)))
+    status, _, text = await refusal(stream)
+    assert status == 403
+    assert "denied" in text
+    assert echoes.opened.value == 0
+
+
+async def test_a_service_whose_target_is_denied_is_not_called(house: House, client: Client) -> None:
+    await house.agent(services={"svc.internal:7": _echo_here}, rules=_denying("svc.internal"))
+    with pytest.raises(Denied):
+        await client.dial("svc.internal", 7)
+
+
+async def test_of_services_those_whose_targets_are_allowed_are_called(house: House, client: Client) -> None:
+    services = {"svc.internal:7": _echo_here, "other.internal:7": _echo_here}
+    await house.agent(services=services, rules=Rules(allow=(Pattern("svc.internal"), Pattern("10.0.0.0/8"))))
+    assert await talks(await client.dial("svc.internal", 7))
+    with pytest.raises(Denied):
+        await client.dial("other.internal", 7)
 
 
 # -- drains, servers that leave, servers that refuse

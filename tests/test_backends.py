@@ -20,7 +20,7 @@ from trio.testing import MockClock, memory_stream_pair, wait_all_tasks_blocked
 from tunnel.address import Identifier, Target
 from tunnel.backends import Backend, Backends, Explanation
 from tunnel.config import STRATEGIES, Claims, Limits, Timeouts
-from tunnel.errors import DialTimeout, LinkClosed, LinkLost, NoBackend, Refused, RefusedDraining
+from tunnel.errors import DialError, DialTimeout, LinkClosed, LinkLost, NoBackend, Refused, RefusedDraining, TooMany
 from tunnel.frames import (
     MAX_U32,
     DialReq,
@@ -32,7 +32,8 @@ from tunnel.frames import (
     Undrain,
     UndrainAck,
 )
-from tunnel.handshake import AcceptingHandshake, DiallingHandshake, Identity, new_instance
+from tunnel.handshake import AcceptingHandshake, DiallingHandshake
+from tunnel.identity import Identity, new_instance
 from tunnel.link import Link
 from tunnel.pools import BackendState, Bag
 from tunnel.stream import TunnelStream
@@ -1184,9 +1185,9 @@ async def test_a_dial_goes_through_the_backend_that_was_picked() -> None:
     assert (backends.fallbacks, backends.redispatched.total()) == (0, 0)
 
 
-@pytest.mark.parametrize("error", [LinkLost("cut"), RefusedDraining("leaving")])
+@pytest.mark.parametrize("error", [LinkLost("cut"), RefusedDraining("leaving"), TooMany("too many streams are open")])
 async def test_a_dial_that_cannot_be_served_goes_once_to_another_instance(
-    autojump_clock: MockClock, error: LinkLost | RefusedDraining
+    autojump_clock: MockClock, error: DialError
 ) -> None:
     backends = Backends()
     bad = joined(backends, "bad", claims("host=db.internal"))
@@ -1215,6 +1216,16 @@ async def test_with_no_other_there_is_an_answer_at_once(autojump_clock: MockCloc
     with pytest.raises(NoBackend, match=r"no other agent matches db\.internal:5432"):
         await dialled(backends)
     assert trio.current_time() == began
+    assert backends.redispatched.total() == 0
+
+
+async def test_with_no_other_than_one_that_has_too_many_that_is_the_answer() -> None:
+    backends = Backends()
+    link_of(joined(backends, "only")).serve = failing(TooMany("too many streams are open"))
+    with pytest.raises(TooMany, match="too many streams are open") as caught:
+        await dialled(backends)
+    assert caught.value.agent == "only"
+    assert backends.dials == {("too_many", "active"): 1}
     assert backends.redispatched.total() == 0
 
 

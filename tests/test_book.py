@@ -12,7 +12,7 @@ from tunnel.session import Session, Stream
 
 def stream() -> Stream:
     session = Session(opener=True, window=100, on_dial=_never, on_control=_never, on_streams=lambda _: None)
-    return Stream(session, 1, 100, 100)
+    return Stream(session, 1, 100)
 
 
 def _never(*_: object) -> None:

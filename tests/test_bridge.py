@@ -29,8 +29,9 @@ from trio.testing import (
     wait_all_tasks_blocked,
 )
 
-from tunnel import server as server_module
+from tunnel import secure as secure_module
 from tunnel import session as session_module
+from tunnel.bounds import Seat
 from tunnel.config import Limits, Timeouts
 from tunnel.connect import Connector
 from tunnel.errors import CUT, DialError, LinkLost, Refused, StreamReset
@@ -49,7 +50,8 @@ from tunnel.frames import (
     Pong,
     data_header,
 )
-from tunnel.handshake import DiallingHandshake, Identity
+from tunnel.handshake import DiallingHandshake
+from tunnel.identity import Identity
 from tunnel.link import Link, refuse_dials
 from tunnel.server import Server
 from tunnel.session import State, Stream
@@ -83,6 +85,12 @@ class Raw:
         while not self._packets:
             self._decoder.feed(await self._stream.receive_some())
         return self._packets.popleft()
+
+
+def a_seat(server: Server) -> Seat:
+    seat = server.bounds.handshakes.enter("memory")
+    assert seat
+    return seat
 
 
 class Tunnel:
@@ -127,7 +135,7 @@ class Tunnel:
     async def _connect(self) -> Transport:
         if self._kind == "memory":
             near, far = memory_stream_pair()
-            self._nursery.start_soon(self.server._link, far)
+            self._nursery.start_soon(self.server._link, far, a_seat(self.server))
             return StreamTransport(near)
         address = self.server.addresses["links"][0]
         return SocketTransport(await Connector().connect(address.host, address.port))
@@ -135,7 +143,7 @@ class Tunnel:
     async def raw(self, role: str, name: str = "raw") -> tuple[Raw, Link]:
         """A raw end and the server's, over a stream that holds nothing: what it does not read, the server keeps."""
         near, far = lockstep_stream_pair()
-        self._nursery.start_soon(self.server._link, far)
+        self._nursery.start_soon(self.server._link, far, a_seat(self.server))
         me, raw = Identity(role, name), Raw(near)
         await raw.send(Hello(VERSION, me.to_info()))
         await raw.next()
@@ -178,7 +186,7 @@ async def house(caplog: pytest.LogCaptureFixture) -> AsyncIterator[House]:
 @pytest.fixture
 async def memory(house: House, monkeypatch: pytest.MonkeyPatch) -> Tunnel:
     """A server with a client and an agent, over memory."""
-    monkeypatch.setattr(server_module, "SocketTransport", StreamTransport)
+    monkeypatch.setattr(secure_module, "SocketTransport", StreamTransport)
     return await _furnished(Tunnel(house.nursery, await house.serve(), "memory"))
 
 
@@ -808,7 +816,7 @@ class Game:
     def _pipe(self) -> trio.abc.HalfCloseableStream:
         up, down = (MemorySendStream(), MemoryReceiveStream()), (MemorySendStream(), MemoryReceiveStream())
         self.pipes += up, down
-        self.nursery.start_soon(self.server._link, trio.StapledStream(down[0], up[1]))
+        self.nursery.start_soon(self.server._link, trio.StapledStream(down[0], up[1]), a_seat(self.server))
         return trio.StapledStream(up[0], down[1])
 
     def _dialled(self, stream: TunnelStream, request: DialReq) -> None:
@@ -968,5 +976,5 @@ def test_whatever_happens_no_byte_is_wrong_and_nothing_is_left(steps: list[tuple
             await game.finish()
             game.check()
 
-    with mock.patch.object(server_module, "SocketTransport", StreamTransport):
+    with mock.patch.object(secure_module, "SocketTransport", StreamTransport):
         trio.run(play, clock=MockClock())

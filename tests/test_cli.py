@@ -238,7 +238,7 @@ def test_a_forwarder_that_others_can_reach_starts_with_a_warning(programs: Progr
 @pytest.mark.parametrize(("text", "agent"), [("a:3", None), ("a:3@edge-7", "edge-7")])
 def test_connect_takes_a_target_and_servers(programs: Programs, type_: Type, text: str, agent: str | None) -> None:
     assert type_(f"connect {text} --server c:1 --server [::1]:2").exit_code == 0
-    assert programs.started == [(Target("c", 1), Target("::1", 2)), Target("a", 3), agent]
+    assert programs.started == [ClientConfig((Target("c", 1), Target("::1", 2))), Target("a", 3), agent]
 
 
 def test_connects_servers_may_come_from_a_variable_or_a_file(programs: Programs, type_: Type, tmp_path: Path) -> None:
@@ -246,7 +246,8 @@ def test_connects_servers_may_come_from_a_variable_or_a_file(programs: Programs,
     file.write_text('[connect]\nserver = ["d:2"]\n')
     assert type_("connect a:3", TUNNEL_CONNECT_SERVER="c:1").exit_code == 0
     assert type_(f"--config {file} connect a:3").exit_code == 0
-    assert [programs.started[0], programs.started[3]] == [(Target("c", 1),), (Target("d", 2),)]
+    servers = [ClientConfig((Target("c", 1),)), ClientConfig((Target("d", 2),))]
+    assert [programs.started[0], programs.started[3]] == servers
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,8 @@ from tunnel.errors import (
     Unreachable,
 )
 from tunnel.frames import Close, Decoder, DialReq, DialRsp, Eof, GoAway, GoAwayAck, Packet
-from tunnel.handshake import DiallingHandshake, Identity, welcome
+from tunnel.handshake import DiallingHandshake, welcome
+from tunnel.identity import Identity
 from tunnel.lifecycle import Phase
 from tunnel.link import Link
 from tunnel.stream import TunnelStream

@@ -13,7 +13,7 @@ import pytest
 import trio
 from trio.testing import MockClock, memory_stream_pair, wait_all_tasks_blocked
 
-from tunnel import agent as agent_module
+from tunnel import secure
 from tunnel.address import Target
 from tunnel.agent import Agent, AgentState
 from tunnel.config import AgentConfig, Limits, Timeouts
@@ -34,7 +34,8 @@ from tunnel.frames import (
     Undrain,
     UndrainAck,
 )
-from tunnel.handshake import Identity, welcome
+from tunnel.handshake import welcome
+from tunnel.identity import Identity
 from tunnel.lifecycle import Lifecycle, Phase
 from tunnel.link import Link
 from tunnel.transport import StreamTransport
@@ -446,7 +447,7 @@ def statuses(packets: list[Packet]) -> list[DrainStatus]:
 
 @pytest.fixture
 def make_site(nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Site]:
-    monkeypatch.setattr(agent_module, "SocketTransport", StreamTransport)
+    monkeypatch.setattr(secure, "SocketTransport", StreamTransport)
 
     def make(*doors: str) -> Site:
         site = Site(*doors)

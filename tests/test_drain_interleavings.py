@@ -35,8 +35,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from tunnel import agent as agent_module
-from tunnel import client as client_module
+from tunnel import secure
 from tunnel import server as server_module
 from tunnel.address import Identifier, ListenAddress, Target
 from tunnel.agent import Agent, AgentState
@@ -82,6 +81,7 @@ class Wire:
     """One end of a connection, as a link's transport. What is sent is at the other end some ``latency`` later."""
 
     other: Wire
+    binding, peer = b"", "a wire"
 
     def __init__(self, latency: float) -> None:
         self.latency = latency
@@ -99,6 +99,9 @@ class Wire:
         one, other = cls(latency), cls(latency)
         one.other, other.other = other, one
         return one, other
+
+    def getpeername(self) -> tuple[str, int]:
+        return "wire", 0
 
     @property
     def in_use(self) -> bool:
@@ -197,8 +200,7 @@ class Net:
         self._pick_latency = pick_latency
 
     def patch(self, patch: pytest.MonkeyPatch) -> None:
-        for module in (server_module, agent_module, client_module):
-            patch.setattr(module, "SocketTransport", lambda wire: wire)
+        patch.setattr(secure, "SocketTransport", lambda wire: wire)
         patch.setattr(server_module, "bind", self.bind)
         patch.setattr(server_module, "bound_address", lambda listener: listener.address)
         patch.setattr(server_module, "accept", self.accept)

@@ -35,7 +35,7 @@ from tunnel.config import Claims
 from tunnel.drain import AgentDrain, DrainPhase
 from tunnel.errors import NoBackend
 from tunnel.frames import Drain, DrainAck, Packet
-from tunnel.handshake import Identity
+from tunnel.identity import Identity
 from tunnel.link import Link
 from tunnel.pools import BackendState
 

@@ -33,7 +33,8 @@ from tunnel.frames import (
     Welcome,
     data_header,
 )
-from tunnel.handshake import AcceptingHandshake, DiallingHandshake, Identity
+from tunnel.handshake import AcceptingHandshake, DiallingHandshake
+from tunnel.identity import Identity
 from tunnel.link import Link
 from tunnel.session import State
 from tunnel.stream import TunnelStream
@@ -887,3 +888,157 @@ async def test_a_fault_in_sending_ends_its_link_alone(make_links: MakeLinks, cap
     await links.server.ended.wait()
     assert "internal fault" in str(links.agent.why)
     assert "fault in a link" in caplog.text
+
+
+# -- bounds
+
+
+def flood(count: int, packet: Callable[[int], Packet]) -> bytes:
+    return b"".join(packet(number).encode() for number in range(1, count + 1))
+
+
+def a_ping(number: int) -> Packet:
+    return Ping(0, number % 1000)
+
+
+def a_dial(number: int) -> Packet:
+    return DialReq(number, "a", 1, 1000, 1000, {})
+
+
+def refuse(stream: TunnelStream, request: DialReq) -> None:
+    stream.core.refuse(Refused("no"))
+
+
+async def linked(raw: RawLink, nursery: trio.Nursery, me: Identity) -> Link:
+    nursery.start_soon(raw.link.run)
+    await raw.peer.shake_hands(me)
+    return raw.link
+
+
+async def until_read(raw: RawLink) -> float:
+    """The time when everything so far has been read and waited for: that is so when a second PING is answered."""
+    for token in (0xFFFE, 0xFFFF):
+        await raw.peer.send(Ping(0, token))
+        while await raw.peer.next() != Pong(0, token):
+            pass
+    return trio.current_time()
+
+
+@pytest.mark.parametrize(
+    ("packet", "count", "seconds", "bound"), [(a_ping, 5000, 3, "ping_rate"), (a_dial, 10_000, 3, "dial_rate")]
+)
+async def test_a_flood_is_read_as_slowly_as_it_may_come(
+    autojump_clock: MockClock,
+    nursery: trio.Nursery,
+    make_raw: MakeRaw,
+    packet: Callable[[int], Packet],
+    count: int,
+    seconds: float,
+    bound: str,
+) -> None:
+    raw = make_raw("server", on_dial=refuse)
+    link = await linked(raw, nursery, CLIENT)
+    await raw.peer.send(flood(count, packet))
+    assert await until_read(raw) == pytest.approx(seconds, rel=0.01)
+    assert link._bounds.hits.keys() == {bound}
+    assert link.why is None
+
+
+@pytest.mark.parametrize(("packet", "count"), [(a_ping, 2000), (a_dial, 4000)])
+async def test_what_is_no_flood_is_read_at_once(
+    autojump_clock: MockClock, nursery: trio.Nursery, make_raw: MakeRaw, packet: Callable[[int], Packet], count: int
+) -> None:
+    raw = make_raw("server", on_dial=refuse)
+    link = await linked(raw, nursery, CLIENT)
+    await raw.peer.send(flood(count, packet))
+    await raw.peer.send(Credit(1, 1), Close(9999, "cancelled", ""), Eof(1))
+    await wait_all_tasks_blocked()
+    assert trio.current_time() == 0
+    assert not link._bounds.hits
+
+
+async def test_a_long_flood_does_not_make_a_link_count_as_silent(
+    autojump_clock: MockClock, nursery: trio.Nursery, make_raw: MakeRaw
+) -> None:
+    raw = make_raw("server")
+    link = await linked(raw, nursery, CLIENT)
+    await raw.peer.send(flood(50_000, a_ping))
+    await trio.sleep(40)
+    assert link.why is None
+    await trio.sleep(60)
+    assert "nothing was heard" in str(link.why)
+
+
+async def test_a_server_is_not_read_more_slowly(
+    autojump_clock: MockClock, nursery: trio.Nursery, make_raw: MakeRaw
+) -> None:
+    raw = make_raw("agent", on_dial=refuse)
+    link = await linked(raw, nursery, SERVER)
+    await raw.peer.send(flood(10_000, a_ping), flood(10_000, a_dial))
+    assert await until_read(raw) == 0
+    assert not link._bounds.hits
+
+
+async def test_a_ping_with_each_frame_is_free(
+    autojump_clock: MockClock, nursery: trio.Nursery, make_raw: MakeRaw
+) -> None:
+    raw = make_raw("server")
+    link = await linked(raw, nursery, AGENT)
+    opened: list[TunnelStream] = []
+
+    async def dial() -> None:
+        opened.append(await link.dial("a", 1, ms=1000))
+
+    nursery.start_soon(dial)
+    request = await raw.peer.next()
+    assert isinstance(request, DialReq)
+    await raw.peer.send(DialRsp(1, "ok", "", 1 << 30))
+    await wait_all_tasks_blocked()
+    for _ in range(20):
+        for _ in range(900):
+            opened[0].core.send(b"x")
+        link.flush()
+        await wait_all_tasks_blocked()
+        await raw.peer.send(flood(900, lambda number: Ping(1, 0)))
+        await wait_all_tasks_blocked()
+    assert trio.current_time() == 0
+    assert not link._bounds.hits
+
+
+async def test_a_peer_that_takes_nothing_although_much_waits_for_it_is_ended(
+    nursery: trio.Nursery,
+) -> None:
+    near, far = lockstep_stream_pair()
+    link = Link(
+        StreamTransport(near), AcceptingHandshake(SERVER), limits=Limits(link_queue=100_000), timeouts=Timeouts()
+    )
+    nursery.start_soon(link.run)
+    await far.send_all(Hello(VERSION, AGENT.to_info()).encode())
+    await far.receive_some(10_000)
+    opened: list[TunnelStream] = []
+
+    async def dial() -> None:
+        opened.append(await link.dial("a", 1, ms=1000))
+
+    nursery.start_soon(dial)
+    await far.receive_some(10_000)
+    await far.send_all(DialRsp(1, "ok", "", 1 << 30).encode())
+    await wait_all_tasks_blocked()
+    opened[0].core.send(bytes(600_000))
+    link.flush()  # that much is in the transport's hands
+    for _ in range(2):
+        opened[0].core.send(bytes(50_000))
+        assert link.why is None
+        link.flush()
+    assert str(link.why) == "the peer does not take the 100032 bytes that wait for it"
+    assert link._bounds.hits == {"link_queue": 1}
+    await link.ended.wait()
+    assert link.session.queued == 0
+
+
+async def test_who_exceeds_its_credit_is_counted(nursery: trio.Nursery, make_raw: MakeRaw) -> None:
+    raw = make_raw("agent", limits=Limits(first_window=1), on_dial=lambda stream, _request: stream.core.accept())
+    link = await linked(raw, nursery, SERVER)
+    await raw.peer.send(a_dial(1), data_header(1, 2) + b"xx")
+    await link.ended.wait()
+    assert link._bounds.hits == {"credit": 1}

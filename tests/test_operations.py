@@ -5,16 +5,20 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from dataclasses import asdict, fields
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
-from tunnel import lifecycle, programs
+from tunnel import frontends, lifecycle, programs, session
 from tunnel.admin.openapi import document
+from tunnel.config import Limits, Timeouts
 from tunnel.sync import SyncState
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+BOUNDS = PAGE.split("\n## Bounds\n")[1].split("\n## ")[0]
 
 LEVELS = {"debug": "debug", "info": "info", "warning": "warning", "error": "error", "exception": "error"}
 NAMED_ELSEWHERE = {"drain deadline, cutting", "second signal, cutting", *(f"sync {state.value}" for state in SyncState)}
@@ -58,6 +62,33 @@ def test_every_exit_code_is_in_the_manual() -> None:
     codes = {code for cells in table("Exit codes") for code in cells[0].split(", ")}
     ours = {value for name, value in vars(lifecycle).items() if name.startswith("EXIT_")}
     assert codes == {str(code) for code in {*ours, programs.EXIT_CANNOT_START, 2, 128 + 2, 128 + 15}}
+
+
+def bitten() -> set[str]:
+    """The names of bounds that the source says have bitten."""
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tunnel").rglob("*.py"))
+    named = re.findall(r'(?:hit\(|_bound\(|bound=|Rate\(self._bounds, )"(\w+)"', source)
+    crowds = re.findall(r'Crowd\(self, "(\w+)", "(\w+)"\)', source)
+    return {*named, *chain(*crowds), *frontends._BOUNDS.values(), "body_before_auth"}
+
+
+def bounds(text: str) -> dict[str, float]:
+    """The bounds of tables, and their defaults."""
+    units = {"": 1, " s": 1, " KiB": 1024, " MiB": 1024**2, " GiB": 1024**3}
+    rows = re.findall(r"^\| `(\w+)` \| ([0-9,]+)( \w+)? \|", text, re.MULTILINE)
+    return {name: int(number.replace(",", "")) * units[unit] for name, number, unit in rows}
+
+
+def test_every_bound_that_bites_is_in_the_manual() -> None:
+    counted, shaping = BOUNDS.split("Some bounds only shape")
+    assert {*bounds(counted)} == bitten()
+    assert {*bounds(shaping)} == {field.name for field in fields(Limits)} - bitten()
+
+
+def test_the_manual_has_the_defaults_of_all_bounds() -> None:
+    wanted = {**asdict(Limits()), "answers": session._MAX_CONTROL, "credit": session._MAX_CREDIT}
+    wanted |= {"handshake_time": Timeouts().handshake, "head_time": Timeouts().head}
+    assert bounds(BOUNDS) == wanted
 
 
 @pytest.mark.parametrize("role", ["server", "agent"])

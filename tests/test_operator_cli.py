@@ -184,14 +184,14 @@ def test_a_drain_is_told_with_reason_and_exit(stub: StubAdmin, type_: Type) -> N
 
 
 def test_a_drain_is_told_with_the_token(stub: StubAdmin, type_: Type, tmp_path: Path) -> None:
-    file = tmp_path / "token"
+    file = tmp_path / "tokens.toml"
     file.touch(0o600)
-    file.write_text("s3cret")
+    file.write_text(f'[[token]]\nid = "ops"\nrole = "admin"\nsecret = "{"s3cret" * 6}"\n')
     stub.says("PUT", EDGE, answer(BUSY))
     stub.says("DELETE", EDGE, answer(BUSY))
     type_(f"drain edge --token-file {file}")
     type_("undrain edge", TUNNEL_UNDRAIN_TOKEN_FILE=str(file))
-    assert [asked.headers["Authorization"] for asked in stub.asked] == ["Bearer s3cret"] * 2
+    assert [asked.headers["Authorization"] for asked in stub.asked] == [f"Bearer {'s3cret' * 6}"] * 2
 
 
 def test_any_name_is_one_part_of_the_path(stub: StubAdmin, type_: Type) -> None:
@@ -398,7 +398,7 @@ def test_the_address_may_come_from_a_variable(stub: StubAdmin, command: str) -> 
         ("undrain", ["AGENT"]),
         ("explain db", ["TARGET", "HOST:PORT"]),
         ("status --admin nowhere", ["--admin", "'nowhere'", "http://HOST:PORT"]),
-        ("drain edge --token-file /nowhere", ["--token-file", "/nowhere", "No such file"]),
+        ("drain edge --token-file /nowhere", ["/nowhere", "No such file"]),
         ("check", ["FILE"]),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from stub_admin import StubAdmin, refusal, stub_admin
 
 from tunnel.address import Target
-from tunnel.config import Token
+from tunnel.credentials import Token
 from tunnel.errors import ConfigError
 from tunnel.remote import AdminRefused, AdminUrl, NoAdmin, Remote
 
@@ -24,7 +24,7 @@ def stub() -> Iterator[StubAdmin]:
 
 
 def remote(stub: StubAdmin, token: str | None = None) -> Remote:
-    return Remote(AdminUrl.parse(stub.url), Token(token) if token else None)
+    return Remote(AdminUrl.parse(stub.url), Token("ops", "admin", token.encode(), "tokens.toml") if token else None)
 
 
 @contextmanager

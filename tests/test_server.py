@@ -39,11 +39,13 @@ from tunnel.backends import Backend
 from tunnel.bridge import Bridge
 from tunnel.client import open_client
 from tunnel.config import Forward, Limits, ServerConfig, Timeouts
+from tunnel.credentials import Token
 from tunnel.desk import ServerDesk
 from tunnel.errors import HandshakeRefused, RefusedDraining, StreamReset
 from tunnel.frames import MAX_U32, DrainStatus, GoAway, GoAwayAck, Packet, Welcome
-from tunnel.handshake import AcceptingHandshake, DiallingHandshake, Identity
+from tunnel.handshake import AcceptingHandshake, DiallingHandshake
 from tunnel.http_connect import ESTABLISHED
+from tunnel.identity import Identity
 from tunnel.lifecycle import Phase
 from tunnel.link import Link
 from tunnel.listen import BindError
@@ -454,9 +456,9 @@ async def test_an_agent_that_finds_only_a_leaving_server_keeps_its_link_and_warn
     refused: AsyncValue[int] = AsyncValue(0)
     admit = server._admit
 
-    def count(peer: Identity) -> None:
+    def count(peer: Identity, token: Token | None) -> None:
         refused.value += 1
-        admit(peer)
+        admit(peer, token)
 
     server._admit = count  # type: ignore[method-assign]
     await _leave(server, Phase.LAME_DUCK)

@@ -492,6 +492,7 @@ CODES = {
     tunnel.NoBackend: 1,
     tunnel.NoServer: 1,
     tunnel.RefusedDraining: 1,
+    tunnel.TooMany: 1,
     tunnel.LinkLost: 1,
     tunnel.DialProtocolError: 1,
 }

@@ -15,6 +15,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from tunnel import stdio
 from tunnel.address import Target
+from tunnel.config import ClientConfig
 from tunnel.errors import DIAL_ERRORS, DialError, NoServer, Refused, StreamReset
 from tunnel.stdio import Stdio
 
@@ -187,7 +188,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
                 raise error
 
         monkeypatch.setattr(stdio, "_carry", carry)
-        return stdio.run([Target("127.0.0.1", 7400)], Target("db.internal", 5432), None)
+        return stdio.run(ClientConfig((Target("127.0.0.1", 7400),)), Target("db.internal", 5432), None)
 
     return run
 

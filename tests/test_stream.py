@@ -14,7 +14,7 @@ from trio.testing import check_half_closeable_stream, wait_all_tasks_blocked
 from tunnel.config import Limits
 from tunnel.errors import StreamReset
 from tunnel.frames import Close, DialReq, Eof, Ping, Pong
-from tunnel.handshake import Identity
+from tunnel.identity import Identity
 from tunnel.session import State
 from tunnel.stream import TunnelStream
 

@@ -21,16 +21,23 @@ from tunnel.agent import Agent
 from tunnel.backends import Backend, Backends
 from tunnel.config import AgentConfig, Limits, ServerConfig, Timeouts
 from tunnel.connect import Address, Connector
+from tunnel.credentials import Token
 from tunnel.errors import DnsError, HandshakeRefused, LinkClosed, Refused
 from tunnel.frames import GoAway, Packet, Welcome
-from tunnel.handshake import AcceptingHandshake, DiallingHandshake, Identity, new_instance, welcome
+from tunnel.handshake import AcceptingHandshake, DiallingHandshake, welcome
+from tunnel.identity import Identity, new_instance
 from tunnel.link import Link
 from tunnel.server import Server
 from tunnel.sync import Backoff, SyncLoop, SyncState
-from tunnel.transport import StreamTransport
+from tunnel.transport import StreamTransport, Transport
 
 TIMEOUTS = Timeouts(keepalive=1e6)  # so that hours of mock time cost nothing
 HOUR = 3600.0
+
+
+async def over_pipe(sock: socket.socket, host: str) -> Transport:
+    """What ``World`` connects is no socket."""
+    return StreamTransport(cast(trio.abc.Stream, sock))
 
 
 class Pipe(trio.abc.Stream):
@@ -102,7 +109,7 @@ class FakeServer:
         with suppress(HandshakeRefused, LinkClosed):
             await backend.link.run()
 
-    def admit(self, peer: Identity) -> None:
+    def admit(self, peer: Identity, _token: object) -> None:
         self.hellos.append(peer)
         if self.refusal:
             raise self.refusal
@@ -185,9 +192,10 @@ class Site:
 
     def __init__(self, world: World, *names: str) -> None:
         self.instance = new_instance()
-        self.loop = SyncLoop([Target(name, 7400) for name in names], cast(Connector, world), TIMEOUTS, self.make_link)
+        servers = [Target(name, 7400) for name in names]
+        self.loop = SyncLoop(servers, cast(Connector, world), TIMEOUTS, self.make_link, secure=over_pipe)
 
-    def make_link(self, sock: socket.socket, on_linked: Callable[[], None], on_end: Callable[[], None]) -> Link:
+    def make_link(self, transport: Transport, on_linked: Callable[[], None], on_end: Callable[[], None]) -> Link:
         def control(packet: Packet) -> None:
             if isinstance(packet, GoAway):
                 self.loop.going(link)
@@ -198,7 +206,7 @@ class Site:
         draining = self.loop.state is SyncState.DRAINING
         me = Identity("agent", "edge", self.instance, draining=draining, linked=tuple(self.loop.links))
         link = Link(
-            StreamTransport(cast(trio.abc.Stream, sock)),
+            transport,
             DiallingHandshake(me),
             limits=Limits(),
             timeouts=TIMEOUTS,
@@ -1029,10 +1037,10 @@ async def test_a_drain_between_hello_and_welcome_is_the_first_thing_said(nursery
     agent = Agent(AgentConfig((where,), "edge"))
     admit = server._admit
 
-    def drain_now(peer: Identity) -> None:
+    def drain_now(peer: Identity, token: Token | None) -> None:
         if not agent.draining.draining:
             agent.drain()
-        admit(peer)
+        admit(peer, token)
 
     server._admit = drain_now  # type: ignore[method-assign]
     await nursery.start(agent.run)

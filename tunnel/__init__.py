@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tunnel.address import Identifier, ListenAddress, Target
     from tunnel.agent import Agent
+    from tunnel.certificates import ClientTls, ServerTls
     from tunnel.client import Client, dial, open_client
     from tunnel.config import AgentConfig, Claims, ClientConfig, Forward, Limits, ServerConfig, Timeouts
     from tunnel.dials import Service
@@ -27,10 +28,12 @@ if TYPE_CHECKING:
         Refused,
         RefusedDraining,
         StreamReset,
+        TooMany,
         TunnelError,
         Unreachable,
     )
     from tunnel.listen import BindError
+    from tunnel.patterns import Pattern, Rules
     from tunnel.relay import pump
     from tunnel.server import Server
     from tunnel.stream import TunnelStream
@@ -45,6 +48,7 @@ __all__ = [
     "Claims",
     "Client",
     "ClientConfig",
+    "ClientTls",
     "ConfigError",
     "Denied",
     "DialError",
@@ -58,14 +62,18 @@ __all__ = [
     "ListenAddress",
     "NoBackend",
     "NoServer",
+    "Pattern",
     "Refused",
     "RefusedDraining",
+    "Rules",
     "Server",
     "ServerConfig",
+    "ServerTls",
     "Service",
     "StreamReset",
     "Target",
     "Timeouts",
+    "TooMany",
     "TunnelError",
     "TunnelStream",
     "Unreachable",
@@ -77,6 +85,8 @@ __all__ = [
 _ROOMS = (
     "errors",
     "address",
+    "patterns",
+    "certificates",
     "config",
     "stream",
     "listen",

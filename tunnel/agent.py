@@ -15,7 +15,6 @@ This file must not know the command line, or servers' insides.
 from __future__ import annotations
 
 import math
-import socket
 from collections.abc import Awaitable, Callable, Mapping
 from enum import Enum
 from functools import partial
@@ -25,11 +24,12 @@ from trio_util import AsyncValue
 
 from tunnel import logs
 from tunnel.address import Target
+from tunnel.bounds import Bounds
 from tunnel.config import AgentConfig
 from tunnel.connect import Connector
 from tunnel.dials import Dials, Service
 from tunnel.drain import FINAL_ACK, SOFT_ACK, AgentDrain, DrainPhase
-from tunnel.errors import CUT, HandshakeRefused, RefusedDraining, TunnelError
+from tunnel.errors import CUT, HandshakeRefused, RefusedDraining, TooMany, TunnelError
 from tunnel.frames import (
     DialReq,
     DrainAck,
@@ -42,14 +42,16 @@ from tunnel.frames import (
     Welcome,
     milliseconds,
 )
-from tunnel.handshake import DiallingHandshake, Identity, new_instance
+from tunnel.handshake import DiallingHandshake
+from tunnel.identity import Identity, new_instance
 from tunnel.lifecycle import EXIT_NEVER_LINKED, Lifecycle, Slices
 from tunnel.link import Link
 from tunnel.relay import Switchboard
+from tunnel.secure import Dialling
 from tunnel.stream import TunnelStream
 from tunnel.sync import SyncLoop
 from tunnel.tally import Histogram, Traffic
-from tunnel.transport import SocketTransport
+from tunnel.transport import Transport
 
 log = logs.get_logger(__name__)
 
@@ -76,6 +78,8 @@ class Agent:
 
     Attributes:
         life: where it is between start and exit.
+        bounds: what others can make it hold, and how often that was too much.
+        secure: what it shows to servers, and what it takes them for.
         sync: what keeps the links; ``sync.links`` are those that are up.
         linked: set while there is a link; replaced by a new event when the last one is lost.
         state: see the head of this file; can be waited for.
@@ -88,6 +92,7 @@ class Agent:
 
     Raises:
         AddressError: a key of ``services`` is no target.
+        ConfigError: a file of tokens or certificates is not taken.
     """
 
     slices = Slices(final=FINAL_ACK, cut=1.0, close=1.0)
@@ -102,10 +107,19 @@ class Agent:
         self.carried = Traffic()
         self.drains = {outcome: Histogram(1, 5, 15, 60, 300, 900, 3600) for outcome in ("drained", "undone")}
         self.instance = new_instance()
+        self.bounds = Bounds(config.limits, trio.current_time)
         self._board = Switchboard()
         served_here = None if services is None else {Target.parse(at): talk for at, talk in services.items()}
-        self.dials = Dials(self._board, served_here)
-        self.sync = SyncLoop(config.servers, Connector(), config.timeouts, self._make_link, self._link_failed)
+        self.dials = Dials(self._board, served_here, config.rules)
+        self.secure = Dialling("agent", config.token_file, config.tls, self._files_changed)
+        self.sync = SyncLoop(
+            config.servers,
+            Connector(),
+            config.timeouts,
+            self._make_link,
+            self._link_failed,
+            self.secure.transport,
+        )
         self.draining = AgentDrain(self.sync.links.values, lambda: (self.remaining, self.life.open.value))
         self._changed = trio.Event()  # a drain began or ended
         self._began: float | None = None  # when the drain began that is under way
@@ -130,6 +144,7 @@ class Agent:
     async def start(self, life: Lifecycle) -> None:
         """See ``lifecycle.Program``."""
         await life.background.start(self._board.run)
+        life.background.start_soon(self.secure.run)
         life.background.start_soon(self._watch_drain)
         life.accepting.start_soon(self.sync.run, life.background)
         self.state.value = AgentState.READY
@@ -308,7 +323,11 @@ class Agent:
 
     # -- links
 
-    def _make_link(self, sock: socket.socket, on_linked: Callable[[], None], on_end: Callable[[], None]) -> Link:
+    def _files_changed(self) -> None:
+        """What servers refused they may take now."""
+        self.sync.hurry()
+
+    def _make_link(self, transport: Transport, on_linked: Callable[[], None], on_end: Callable[[], None]) -> Link:
         said = self.draining.draining
         me = Identity(
             "agent",
@@ -334,14 +353,15 @@ class Agent:
                 self.linked = trio.Event()
 
         link = Link(
-            SocketTransport(sock),
-            DiallingHandshake(me),
+            transport,
+            DiallingHandshake(me, self.secure.token, transport.binding),
             limits=self.config.limits,
             timeouts=self.config.timeouts,
             on_dial=self._dialled,
             on_control=lambda packet: self._control(link, packet),
             on_linked=linked,
             on_end=ended,
+            bounds=self.bounds,
         )
         self.draining.linking(link, said)
         return link
@@ -368,7 +388,13 @@ class Agent:
     # -- dials
 
     def _dialled(self, stream: TunnelStream, request: DialReq) -> None:
-        if self.draining.phase is DrainPhase.FINAL or not self.life.spawn(self.dials.serve, stream, request):
+        try:
+            place = self.bounds.admit(stream.core.session)
+        except TooMany as error:
+            self.dials.refuse(stream, error)
+            return
+        if self.draining.phase is DrainPhase.FINAL or not self.life.spawn(self.dials.serve, stream, request, place):
+            place.leave()
             self.refused += 1
             stream.refuse(RefusedDraining("the agent has left"))
         else:

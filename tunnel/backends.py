@@ -10,8 +10,8 @@ Rules that hold here:
 - Nothing here scans backends to serve a dial. What a pick costs depends on the labels of a name and on how many
   different CIDR lengths are claimed, not on how many agents there are.
 - Between a pick and the registration of its dial on the link there is no await: one thread is the only lock.
-- A dial whose link is lost, or whose agent is leaving, before the answer goes once to another instance, within the
-  first deadline. No byte of the client has moved by then.
+- A dial whose link is lost, or whose agent is leaving or has too many, before the answer goes once to another instance,
+  within the first deadline. No byte of the client has moved by then.
 
 This file must not know front-ends, sockets, or how an agent came to be linked.
 """
@@ -29,9 +29,9 @@ import trio
 from tunnel import logs
 from tunnel.address import Identifier, Target, host_kind
 from tunnel.config import STRATEGIES, Claims
-from tunnel.errors import DialError, DialTimeout, LinkLost, NoBackend, RefusedDraining
+from tunnel.errors import DialError, DialTimeout, LinkLost, NoBackend, RefusedDraining, TooMany
 from tunnel.frames import Drain, DrainAck, DrainCmd, DrainStatus, Packet, Undrain, UndrainAck, milliseconds
-from tunnel.handshake import Identity
+from tunnel.identity import Identity
 from tunnel.link import Link
 from tunnel.pools import BackendState, Bucket
 from tunnel.stream import TunnelStream
@@ -469,14 +469,22 @@ class Backends:
             decision = self.decide(target, agent)
             try:
                 return await self._dial_through(decision, target, seconds, window), decision.backend
-            except (LinkLost, RefusedDraining) as error:
+            except (LinkLost, RefusedDraining, TooMany) as error:
                 first = error
-            decision = self.decide(target, agent, besides=decision.backend.instance)
+            decision = self._decide_again(decision, target, agent, first)
             self.redispatched[first.code] += 1
             log.debug("dial goes to another", target=target, agent=decision.backend.name, cause=first.code)
             left = deadline - trio.current_time()
             return await self._dial_through(decision, target, left, window), decision.backend
         raise DialTimeout(f"{target}: no answer within {seconds:g} s")
+
+    def _decide_again(self, tried: Decision, target: Target, agent: str | None, error: DialError) -> Decision:
+        try:
+            return self.decide(target, agent, besides=tried.backend.instance)
+        except NoBackend:
+            if isinstance(error, TooMany):  # the only one is there all the same
+                raise error from None
+            raise
 
     async def _dial_through(
         self, decision: Decision, target: Target, seconds: float, window: int | None

@@ -4,7 +4,8 @@ Rules that hold here:
 
 - Nothing is known here of sections, keys or values: the parsers of the commands' own options are asked, and then each
   command itself, with all that its section says. So what is ``ok`` here is taken there, and the reverse.
-- Variables are left out: the file is looked at alone. What it leaves out is no problem, a flag may say it.
+- Variables are left out: the file is looked at alone, and those that it names are not opened. What it leaves out is no
+  problem, a flag may say it.
 
 This file must not know which commands there are.
 """

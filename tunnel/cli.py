@@ -15,6 +15,7 @@ import click
 
 from tunnel import __version__, operating
 from tunnel.address import Identifier, ListenAddress, Target
+from tunnel.certificates import ClientTls, ServerTls
 from tunnel.config import (
     LOWEST_PRIORITY,
     STRATEGIES,
@@ -43,13 +44,17 @@ from tunnel.options import (
     ends_by_signal,
     log_options,
     option,
+    tls_options,
+    token_file,
 )
+from tunnel.patterns import Pattern, Rules
 
 _listen = Parsed("address", ListenAddress.parse)
 _connect = Parsed("address", lambda text: None if text == "off" else ListenAddress.parse(text))
 _forward = Parsed("forward", Forward.parse)
 _target = Parsed("address", Target.parse)
 _identifier = Parsed("identifier", Identifier.parse)
+_pattern = Parsed("pattern", Pattern.parse)
 _strategies = Parsed("strategies", parse_strategies)
 
 
@@ -114,6 +119,15 @@ def program() -> None:
     help="Whether a draining agent serves what no other agent can.",
 )
 @budget
+@token_file("Of these, agents and clients must prove to know one; operators show one of the role admin.")
+@option("--tls-cert", metavar="FILE", help="Take links over TLS only, with this certificate.")
+@option("--tls-key", metavar="FILE", help="Its key, which nobody but you may use.")
+@option("--tls-client-ca", metavar="FILE", help="Whose certificates agents and clients must have.")
+@option(
+    "--connect-auth",
+    metavar="FILE",
+    help="Whoever uses CONNECT must be in this file of NAME:PASSWORD lines; nobody but you may use it.",
+)
 @option("--insecure", is_flag=True, help="Serve addresses that others can reach, though nobody proves who they are.")
 @admin_options(7402)
 @log_options
@@ -127,6 +141,11 @@ def _server(
     lame_duck: float,
     drain_fallback: str,
     shutdown_budget: float,
+    token_file: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
+    tls_client_ca: str | None,
+    connect_auth: str | None,
     insecure: bool,
     admin: AdminConfig,
     log_level: str,
@@ -144,12 +163,23 @@ def _server(
         lame_duck=lame_duck,
         drain_fallback=drain_fallback == "allow",
         admin=admin,
+        token_file=token_file,
+        tls=_server_tls(tls_cert, tls_key, tls_client_ca),
+        connect_auth=connect_auth,
         timeouts=Timeouts(shutdown=shutdown_budget),
     )
     _check_exposed(config.exposed(), insecure, log_level, log_format)
     from tunnel import programs
 
     raise SystemExit(programs.run_server(config))
+
+
+def _server_tls(cert: str | None, key: str | None, client_ca: str | None) -> ServerTls | None:
+    if cert and key:
+        return ServerTls(cert, key, client_ca)
+    if cert or key or client_ca:
+        raise click.UsageError("--tls-cert and --tls-key go together, and --tls-client-ca with them")
+    return None
 
 
 @program.command("agent")
@@ -190,6 +220,22 @@ def _server(
     is_flag=True,
     help="Exit with 5, rather than try again, when no server takes it at first, or one refuses it for good.",
 )
+@option(
+    "--allow",
+    type=_pattern,
+    metavar="PATTERN",
+    multiple=True,
+    help=f"Connect to nothing else: db.internal, *.svc.local, 10.0.0.0/8, any with :PORT or :FIRST-LAST. {SEVERAL}",
+)
+@option(
+    "--deny",
+    type=_pattern,
+    metavar="PATTERN",
+    multiple=True,
+    help=f"Never connect to this, whatever --allow says, nor to a name that leads there. {SEVERAL}",
+)
+@token_file("Holds the token that it shows to servers, and those that operators show to it.")
+@tls_options
 @budget
 @admin_options(7403)
 @log_options
@@ -200,6 +246,10 @@ def _agent(
     default_route: bool,
     priority: int,
     exit_on_failure: bool,
+    allow: tuple[Pattern, ...],
+    deny: tuple[Pattern, ...],
+    token_file: str | None,
+    tls: ClientTls | None,
     shutdown_budget: float,
     admin: AdminConfig,
     log_level: str,
@@ -212,6 +262,9 @@ def _agent(
         Claims(identifier, default_route, priority),
         exit_on_failure,
         admin,
+        token_file,
+        tls,
+        Rules(allow, deny),
         timeouts=Timeouts(shutdown=shutdown_budget),
     )
     begin(log_level, log_format)
@@ -230,9 +283,14 @@ _servers = option(
 )
 
 
+_own_token = token_file("Holds the token that it shows to servers.")
+
+
 @program.command("forward")
 @click.argument("forwards", type=_forward, metavar="LISTEN=TARGET[@AGENT]...", nargs=-1, required=True)
 @_servers
+@_own_token
+@tls_options
 @budget
 @option(
     "--insecure", is_flag=True, help="Listen on addresses that others can reach, though nobody proves who they are."
@@ -241,6 +299,8 @@ _servers = option(
 def _forward_ports(
     forwards: tuple[Forward, ...],
     server: tuple[Target, ...],
+    token_file: str | None,
+    tls: ClientTls | None,
     shutdown_budget: float,
     insecure: bool,
     log_level: str,
@@ -251,15 +311,19 @@ def _forward_ports(
     _check_exposed(exposed, insecure, log_level, log_format)
     from tunnel import programs
 
-    config = ClientConfig(server, timeouts=Timeouts(shutdown=shutdown_budget))
+    config = ClientConfig(server, token_file=token_file, tls=tls, timeouts=Timeouts(shutdown=shutdown_budget))
     raise SystemExit(programs.run_forwarder(config, forwards))
 
 
 @program.command("connect")
 @click.argument("target", type=DESTINATION, metavar="TARGET[@AGENT]")
 @_servers
+@_own_token
+@tls_options
 @ends_by_signal
-def _connect_stdio(target: tuple[Target, str | None], server: tuple[Target, ...]) -> None:
+def _connect_stdio(
+    target: tuple[Target, str | None], server: tuple[Target, ...], token_file: str | None, tls: ClientTls | None
+) -> None:
     """Connect standard input and output to a target, as for ssh -o ProxyCommand='tunnel connect %h:%p ...'.
 
     Ends with 0 when both directions have ended, 1 when the stream was reset, 69 when the target cannot be reached, 75
@@ -268,7 +332,7 @@ def _connect_stdio(target: tuple[Target, str | None], server: tuple[Target, ...]
     begin("error", "auto")
     from tunnel import stdio
 
-    raise SystemExit(stdio.run(server, *target))
+    raise SystemExit(stdio.run(ClientConfig(server, token_file=token_file, tls=tls), *target))
 
 
 @program.command("demo")

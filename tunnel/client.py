@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,9 +30,11 @@ import trio
 
 from tunnel import logs
 from tunnel.address import Target
+from tunnel.certificates import ClientTls
 from tunnel.config import ClientConfig, Limits, Timeouts, parse_agent_name
 from tunnel.connect import Connector
 from tunnel.errors import (
+    AuthFailed,
     ConfigError,
     DialTimeout,
     LinkLost,
@@ -41,10 +44,11 @@ from tunnel.errors import (
     TunnelError,
 )
 from tunnel.frames import GoAway, GoAwayAck, Packet, milliseconds
-from tunnel.handshake import DiallingHandshake, Identity, new_instance
+from tunnel.handshake import DiallingHandshake
+from tunnel.identity import Identity, new_instance
 from tunnel.link import Link
+from tunnel.secure import Dialling
 from tunnel.stream import TunnelStream
-from tunnel.transport import SocketTransport
 
 log = logs.get_logger(__name__)
 
@@ -68,6 +72,10 @@ class Client:
     Attributes:
         config: what it was made with.
         link: the link that new dials go over, or the last such.
+        secure: what it shows to servers, and what it takes them for.
+
+    Raises:
+        ConfigError: a file of tokens or certificates is not taken.
     """
 
     def __init__(self, config: ClientConfig) -> None:
@@ -75,6 +83,7 @@ class Client:
         self.link: Link | None = None
         self._links: set[Link] = set()  # all that are up: servers that are leaving keep theirs
         self._connector = Connector()
+        self.secure = Dialling("client", config.token_file, config.tls)
         self._instance = new_instance()
         self._attempt: _Attempt | None = None
         self._running = trio.Event()
@@ -90,6 +99,7 @@ class Client:
         """Own the link until ``aclose`` is called; ``task_status.started(self)`` as soon as ``dial`` can be."""
         try:
             async with trio.open_nursery() as self._nursery:
+                self._nursery.start_soon(self.secure.run)
                 self._running.set()
                 task_status.started(self)
                 await trio.sleep_forever()
@@ -152,6 +162,7 @@ class Client:
             NoBackend: no agent is linked to the server that could serve the target.
             Refused, Unreachable, DnsError, Denied: the agent could not, or may not, reach the target.
             DialTimeout: there was no answer in time.
+            TooMany: the server or the agent has as many streams or dials as it takes.
             LinkLost, RefusedDraining: a link was lost on the way, or somebody on it is leaving; dial again.
             DialProtocolError: the answer made no sense.
             ConfigError: the host, port, agent or timeout is not one; nothing was sent.
@@ -206,7 +217,10 @@ class Client:
                     return
                 except TunnelError as error:
                     causes.append(f"{server}: {error}")
-                    log.debug("link failed", server=server, cause=error)
+                    if isinstance(error, AuthFailed):
+                        log.warning("link failed", server=server, cause=error, **error.facts)
+                    else:
+                        log.debug("link failed", server=server, cause=error)
             attempt.cause = "; ".join(causes)
         except Exception as error:  # a fault of ours
             log.exception("fault in a client")
@@ -220,9 +234,10 @@ class Client:
         seconds = self.config.timeouts.handshake if is_last else min(_PATIENCE, self.config.timeouts.handshake)
         with trio.move_on_after(seconds):
             sock = await self._connector.connect(server.host, server.port)
+            transport = await self.secure.transport(sock, server.host)
             link = Link(
-                SocketTransport(sock),
-                DiallingHandshake(self._identity()),
+                transport,
+                DiallingHandshake(self._identity(), self.secure.token, transport.binding),
                 limits=self.config.limits,
                 timeouts=self.config.timeouts,
                 on_control=lambda packet: self._control(server, link, packet),
@@ -268,24 +283,37 @@ async def _dial(link: Link, target: Target, deadline: float, options: dict[str, 
 
 
 @asynccontextmanager
-async def open_client(
-    *servers: str, limits: Limits | None = None, timeouts: Timeouts | None = None
-) -> AsyncIterator[Client]:
-    """An async context manager that yields a ``Client`` of the servers, each ``HOST:PORT``, in the order tried.
-
-    The first dial makes the link, and says if none can be made. Leaving the block ends it, see ``Client.aclose``.
-
-    Raises:
-        ConfigError: one is not of that form, or there is none.
-    """
-    client = Client(
-        ClientConfig(tuple(map(Target.parse, servers)), limits=limits or Limits(), timeouts=timeouts or Timeouts())
-    )
+async def running(config: ClientConfig) -> AsyncIterator[Client]:
+    """An async context manager that yields a client; leaving the block ends it, see ``Client.aclose``."""
+    client = Client(config)
     trio.lowlevel.spawn_system_task(client.run)
     try:
         yield client
     finally:
         await client.aclose()
+
+
+@asynccontextmanager
+async def open_client(
+    *servers: str,
+    token_file: str | None = None,
+    tls: ClientTls | None = None,
+    limits: Limits | None = None,
+    timeouts: Timeouts | None = None,
+) -> AsyncIterator[Client]:
+    """An async context manager that yields a ``Client`` of the servers, each ``HOST:PORT``, in the order tried.
+
+    The first dial makes the link, and says if none can be made. Leaving the block ends it, see ``Client.aclose``.
+    For ``token_file`` and ``tls`` see ``ClientConfig``.
+
+    Raises:
+        ConfigError: a server is not of that form, or there is none; or a file is not taken.
+    """
+    addresses = tuple(map(Target.parse, servers))
+    given = ClientConfig(addresses, token_file=token_file, tls=tls)
+    config = replace(given, limits=limits or given.limits, timeouts=timeouts or given.timeouts)
+    async with running(config) as client:
+        yield client
 
 
 @asynccontextmanager
@@ -296,10 +324,13 @@ async def dial(
     *,
     agent: str | None = None,
     timeout: float = 10.0,  # noqa: ASYNC109  # as in Client.dial
+    token_file: str | None = None,
+    tls: ClientTls | None = None,
 ) -> AsyncIterator[TunnelStream]:
     """An async context manager that yields one stream to ``host:port``, over a link of its own, and closes both.
 
     Raises: what ``open_client`` and ``Client.dial`` raise.
     """
-    async with open_client(server) as client, await client.dial(host, port, agent=agent, timeout=timeout) as stream:
+    given = open_client(server, token_file=token_file, tls=tls)
+    async with given as client, await client.dial(host, port, agent=agent, timeout=timeout) as stream:
         yield stream

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import ClassVar, Self
 
 from tunnel.address import Identifier, ListenAddress, Target
+from tunnel.certificates import ClientTls, ServerTls
 from tunnel.errors import ConfigError
+from tunnel.patterns import Rules
 
 LONGEST_NAME = 128
 _NO_URL = (".", "..")  # names that a path cannot hold: it would lead elsewhere
@@ -31,7 +31,6 @@ _CLAIMS_BYTES = 2048  # of identifiers, together: a HELLO must fit into what is 
 _LINKS = ListenAddress("127.0.0.1", 7400)
 _CONNECT = ListenAddress("127.0.0.1", 7401)
 _LONGEST_PATH = 100  # bytes in the path of a unix socket; some systems take 103
-_LONGEST_TOKEN = 4096
 
 _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h)")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -39,7 +38,9 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on what a peer can make this process hold, in bytes.
+    """Bounds on what others can make this process hold, in bytes where nothing else is said, and do.
+
+    What happens at each is in ``docs/operations.md``.
 
     Attributes:
         body_before_auth: longest frame body taken before the handshake is done.
@@ -48,7 +49,21 @@ class Limits:
         window: what that may grow to on a stream that would be faster with more.
         spare_window: what all streams of a link together may have beyond their first windows.
         high_water: queued DATA per link above which the sockets of that link are not read.
+        link_window: what all streams of a link together may have as first windows: one gets a quarter of what is
+            left, if that is less than ``first_window``, and 16 KiB at least.
+        link_queue: queued DATA per link, from other links included, above which the link is ended.
         head: longest CONNECT request head.
+        unauthenticated: connections to the link listener whose handshake is not done yet.
+        unauthenticated_per_source: those of one address.
+        heads: connections to the CONNECT front-end whose request is not whole yet.
+        heads_per_source: those of one address.
+        streams: open or being dialled.
+        streams_per_link: those that one peer asked for.
+        pending_dials: streams being dialled.
+        pending_per_link: those that one peer asked for.
+        ping_rate: PINGs in a second that are taken from an agent or a client, and twice as many at once. Those that
+            measure how fast it gets DATA come on top.
+        dial_rate: dials in a second that are taken from a client, and twice as many at once.
     """
 
     body_before_auth: int = 4 * 1024
@@ -57,7 +72,19 @@ class Limits:
     window: int = 16 * 1024 * 1024
     spare_window: int = 64 * 1024 * 1024
     high_water: int = 1024 * 1024
+    link_window: int = 256 * 1024 * 1024
+    link_queue: int = 512 * 1024 * 1024
     head: int = 16 * 1024
+    unauthenticated: int = 2048
+    unauthenticated_per_source: int = 512
+    heads: int = 2048
+    heads_per_source: int = 512
+    streams: int = 20_000
+    streams_per_link: int = 16_384
+    pending_dials: int = 4096
+    pending_per_link: int = 1024
+    ping_rate: int = 1000
+    dial_rate: int = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,29 +136,6 @@ class Forward:
         return cls(ListenAddress.parse(listen), *parse_destination(rest))
 
 
-class Token:
-    """A secret: it can be compared, and is never shown."""
-
-    __slots__ = ("_secret",)
-
-    def __init__(self, secret: str) -> None:
-        self._secret = secret.encode()
-
-    def __repr__(self) -> str:
-        return "<Token>"
-
-    @property
-    def authorization(self) -> str:
-        """What an HTTP header says to show it."""
-        return f"Bearer {self._secret.decode()}"
-
-    def matches(self, text: str) -> bool:
-        """Whether this is it. Takes as long for any wrong text of a length."""
-        from hmac import compare_digest  # only who has a secret pays for it
-
-        return compare_digest(text.encode(), self._secret)
-
-
 @dataclass(frozen=True, slots=True)
 class UnixAddress:
     """Where to listen in the file system, for the owner of the process alone.
@@ -165,17 +169,15 @@ class AdminConfig:
         listen: where all of it is; None for nowhere.
         required: do not start where that is taken; otherwise the program says so, and goes on without it.
         health: where the health paths are, and nothing else; None for nowhere.
-        token: what must be shown by who changes anything; None for nothing.
     """
 
     listen: AdminAddress | None = None
     required: bool = True
     health: AdminAddress | None = None
-    token: Token | None = None
 
     def exposed(self) -> list[str]:
-        """The option, as one would type it, if others can reach it and need no token."""
-        if self.listen is None or self.listen.is_loopback or self.token:
+        """The option, as one would type it, if others can reach it."""
+        if self.listen is None or self.listen.is_loopback:
             return []
         return [f"--admin {self.listen}"]
 
@@ -195,6 +197,9 @@ class ServerConfig:
         lame_duck: seconds for which a server that is leaving goes on as before, so that others stop sending.
         drain_fallback: whether draining agents serve what no other agent can.
         admin: where its operator talks to it, if it is a program of its own.
+        token_file: tokens of which whoever links must prove one; see ``credentials.py``. None asks for none.
+        tls: the certificate that links are accepted with; None for plain TCP.
+        connect_auth: users of the CONNECT front-end; see ``users.py``. None asks for none.
     """
 
     listen: ListenAddress = _LINKS
@@ -207,6 +212,9 @@ class ServerConfig:
     lame_duck: float = 0.0
     drain_fallback: bool = True
     admin: AdminConfig = AdminConfig(ListenAddress("127.0.0.1", 7402), required=False)
+    token_file: str | None = None
+    tls: ServerTls | None = None
+    connect_auth: str | None = None
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
@@ -220,12 +228,13 @@ class ServerConfig:
 
     def exposed(self) -> list[str]:
         """The options, as one would type them, whose addresses others can reach without credentials."""
-        doors = [("--listen", self.listen, str(self.listen))]
-        if self.connect:
-            doors.append(("--connect", self.connect, str(self.connect)))
-        doors += [("--forward", forward.listen, str(forward)) for forward in self.forwards]
+        doors = [("--forward", forward.listen, str(forward)) for forward in self.forwards]
+        if self.connect and self.connect_auth is None:
+            doors.insert(0, ("--connect", self.connect, str(self.connect)))
+        if self.token_file is None:
+            doors.insert(0, ("--listen", self.listen, str(self.listen)))
         exposed = [f"{option} {text}" for option, address, text in doors if not address.is_loopback]
-        return exposed + self.admin.exposed()
+        return exposed + ([] if self.token_file else self.admin.exposed())
 
     def check(self) -> None:
         """Refuse to serve strangers unless told to.
@@ -245,7 +254,8 @@ def check_exposed(exposed: Sequence[str], insecure: bool) -> None:
     if exposed and not insecure:
         raise ConfigError(
             f"{', '.join(exposed)}: not a loopback address, and no credentials are configured, so anyone who "
-            "reaches it could use the tunnel; listen on loopback, or say --insecure to serve them all the same"
+            "reaches it could use the tunnel; listen on loopback, set --token-file (of --connect: --connect-auth), or "
+            "say --insecure to serve them all the same"
         )
 
 
@@ -287,6 +297,9 @@ class AgentConfig:
         claims: what it says it can serve.
         exit_on_failure: leave, rather than try again, when no server takes it at first or one refuses it for good.
         admin: where its operator talks to it, if it is a program of its own.
+        token_file: holds the token that it shows to servers, and those that operators show to it.
+        tls: what it takes servers for, over TLS; None for plain TCP.
+        rules: where streams may lead; servers are not subject to them.
 
     Raises:
         ConfigError: the name is not taken, there is no server, or strangers could tell the agent what to do.
@@ -297,16 +310,20 @@ class AgentConfig:
     claims: Claims = field(default_factory=Claims)
     exit_on_failure: bool = False
     admin: AdminConfig = AdminConfig(ListenAddress("127.0.0.1", 7403), required=False)
+    token_file: str | None = None
+    tls: ClientTls | None = None
+    rules: Rules = field(default_factory=Rules)
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
     def __post_init__(self) -> None:
         parse_agent_name(self.name)
         object.__setattr__(self, "servers", _some_servers(self.servers))
-        if exposed := self.admin.exposed():
+        exposed = self.admin.exposed()
+        if exposed and self.token_file is None:
             raise ConfigError(
                 f"{exposed[0]}: not a loopback address, so anyone who reaches it could drain the agent; "
-                "listen on loopback, or set --admin-token-file"
+                "listen on loopback, or set --token-file"
             )
 
 
@@ -317,6 +334,8 @@ class ClientConfig:
     Attributes:
         servers: where it links to, in the order tried.
         name: what servers' logs call it.
+        token_file: holds the token that it shows.
+        tls: what it takes servers for, over TLS; None for plain TCP.
 
     Raises:
         ConfigError: the name is not taken, or there is no server.
@@ -324,6 +343,8 @@ class ClientConfig:
 
     servers: tuple[Target, ...]
     name: str = field(default_factory=lambda: os.uname().nodename)
+    token_file: str | None = None
+    tls: ClientTls | None = None
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
@@ -386,26 +407,6 @@ def parse_admin_address(text: str) -> AdminAddress | None:
     if text == "off":
         return None
     return UnixAddress(text.removeprefix("unix:")) if text.startswith("unix:") else ListenAddress.parse(text)
-
-
-def read_token(path: str | Path) -> Token:
-    """The token in a file that nobody but its owner may use.
-
-    Raises:
-        ConfigError: it cannot be read, others may use it, or it holds no token.
-    """
-    try:
-        with Path(path).open("rb") as file:
-            for_others = stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077
-            content = file.read(_LONGEST_TOKEN + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    if for_others:
-        raise ConfigError(f"{path}: others than its owner may use it; taken: a file of mode 600 or 400")
-    token = content.decode("ascii", "replace").strip()
-    if not token.isascii() or not token.isprintable() or " " in token or not 1 <= len(token) <= _LONGEST_TOKEN:
-        raise ConfigError(f"{path}: holds no token; taken: one line of printable ASCII characters, no spaces")
-    return Token(token)
 
 
 def parse_duration(text: str) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ from trio_util import wait_any
 from tunnel import __version__, logs
 from tunnel.address import Target
 from tunnel.book import view_of
+from tunnel.bounds import Bounds
+from tunnel.credentials import Token
 from tunnel.frames import DrainStatus
 from tunnel.lifecycle import Phase
 from tunnel.link import Link
@@ -50,6 +52,11 @@ class ServerDesk:
         self.instance = server.identity.instance
         self.switched_off = False
         self._server = server
+
+    @property
+    def admins(self) -> Sequence[Token]:
+        """What whoever changes something must show one of."""
+        return self._server.secure.admins
 
     @property
     def readiness(self) -> Readiness:
@@ -113,6 +120,7 @@ class ServerDesk:
             "dial_duration_seconds": backends.durations,
             "dial_redispatch_total": {(cause,): times for cause, times in backends.redispatched.items()},
             "dial_fallback_total": backends.fallbacks,
+            "bounds_total": _of_bounds(self._server.bounds),
             **_of_links(links, to_agents, self._server.carried),
         }
 
@@ -167,6 +175,11 @@ class AgentDesk:
         self._agent = agent
 
     @property
+    def admins(self) -> Sequence[Token]:
+        """What whoever changes something must show one of."""
+        return self._agent.secure.admins
+
+    @property
     def readiness(self) -> Readiness:
         """Whether dials should be sent here."""
         return Readiness.of(
@@ -218,6 +231,7 @@ class AgentDesk:
             "drain_ack_timeouts_total": agent.draining.ack_timeouts,
             "drain_duration_seconds": {(outcome,): took for outcome, took in agent.drains.items()},
             "dials_total": {(result, "none"): times for result, times in results.items()},
+            "bounds_total": _of_bounds(agent.bounds),
             **_of_links(links, links, agent.carried),
         }
 
@@ -231,6 +245,10 @@ def _of_links(links: list[Link], carrying: Iterable[Link], ended: Traffic) -> Co
         "bytes_total": {("sent",): traffic.sent, ("received",): traffic.received},
         "frames_total": {("sent",): traffic.frames_sent, ("received",): traffic.frames_received},
     }
+
+
+def _of_bounds(bounds: Bounds) -> dict[tuple[str, ...], Measured]:
+    return {(bound,): times for bound, times in bounds.hits.items()}
 
 
 def _drain_view(status: DrainStatus, reasons: tuple[str, ...] = (), remaining: float | None = None) -> DrainView:

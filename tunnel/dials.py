@@ -7,6 +7,7 @@ Rules that hold here:
 
 - A dial ends in exactly one answer, within the time that came with it.
 - An agent with services of its own connects nowhere.
+- The rules judge every dial: those of services here, those of sockets where they are connected.
 
 This file must not know links, drains, or who asks.
 """
@@ -23,6 +24,7 @@ import trio
 from tunnel import logs
 from tunnel.address import Target
 from tunnel.book import Book
+from tunnel.bounds import Place
 from tunnel.connect import Connector
 from tunnel.errors import (
     CUT,
@@ -35,6 +37,7 @@ from tunnel.errors import (
     first_of,
 )
 from tunnel.frames import DialReq
+from tunnel.patterns import Rules
 from tunnel.relay import Switchboard
 from tunnel.session import State
 from tunnel.stream import Dialling, TunnelStream
@@ -52,6 +55,7 @@ class Dials:
     Args:
         board: moves the bytes of connected targets.
         services: what serves a target in this process; see ``Agent``.
+        rules: which targets may be served, by either.
 
     Attributes:
         pending: how many are not answered yet.
@@ -60,28 +64,39 @@ class Dials:
         book: those that are open.
     """
 
-    def __init__(self, board: Switchboard, services: Mapping[Target, Service] | None = None) -> None:
+    def __init__(self, board: Switchboard, services: Mapping[Target, Service] | None, rules: Rules) -> None:
         self.pending = 0
         self.served = 0
         self.failed: Counter[str] = Counter()
         self.book = Book()
         self._board = board
         self._services = services
-        self._connector = Connector()
+        self._rules = rules
+        self._connector = Connector(rules=rules)
 
-    async def serve(self, stream: TunnelStream, request: DialReq) -> None:
+    def refuse(self, stream: TunnelStream, error: DialError) -> None:
+        """Answer a dial that is not even begun."""
+        self.failed[error.code] += 1
+        stream.refuse(error)
+
+    async def serve(self, stream: TunnelStream, request: DialReq, place: Place) -> None:
         """One stream, from its DIAL_REQ to the end of both directions."""
+        with place:
+            await self._serve(stream, request, place)
+
+    async def _serve(self, stream: TunnelStream, request: DialReq, place: Place) -> None:
         self.pending += 1
         try:
             carry = await self._open(stream, request)
         except AddressError as error:
-            self._refuse(stream, request, DialProtocolError(str(error)))
+            self._fail(stream, request, DialProtocolError(str(error)))
             return
         except DialError as error:
-            self._refuse(stream, request, error)
+            self._fail(stream, request, error)
             return
         finally:
             self.pending -= 1
+            place.answered()
         if carry is not None:
             self.served += 1
             with self.book.entry("dial", f"{request.host}:{request.port}", "", stream.core):
@@ -92,6 +107,7 @@ class Dials:
         target = Target(request.host, request.port)
         if self._services is None:
             return await self._connect(stream, target, request.ms / 1000)
+        self._rules.permitted(target, [target.host])
         service = self._services.get(target)
         if service is None:
             raise Refused(f"{target}: this agent has no such service")
@@ -112,11 +128,10 @@ class Dials:
         stream.core.accept()
         return partial(self._join, sock, stream, target)
 
-    def _refuse(self, stream: TunnelStream, request: DialReq, error: DialError) -> None:
+    def _fail(self, stream: TunnelStream, request: DialReq, error: DialError) -> None:
         if stream.core.state is State.DIALLING:  # still wanted
-            self.failed[error.code] += 1
             log.info("dial failed", target=f"{request.host}:{request.port}", code=error.code, cause=error.text)
-            stream.refuse(error)
+            self.refuse(stream, error)
 
     async def _join(self, sock: socket.socket, stream: TunnelStream, target: Target) -> None:
         try:

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import trio
+
 from tunnel import logs
 from tunnel.address import ListenAddress, Target
 from tunnel.book import Book
+from tunnel.bounds import Bounds
 from tunnel.client import Client
 from tunnel.config import ClientConfig, Forward
 from tunnel.errors import CUT, NoServer
@@ -47,6 +50,7 @@ class Forwarder:
         self._config = config
         self._forwards = forwards
         self._board = Switchboard()
+        self._bounds = Bounds(config.limits, trio.current_time)
 
     def __repr__(self) -> str:
         return f"<Forwarder {self.life!r} {self.client!r}>"
@@ -55,7 +59,7 @@ class Forwarder:
         """See ``lifecycle.Program``."""
         await life.background.start(self._board.run)
         await life.background.start(self.client.run)
-        front_ends = FrontEnds(self._dial, self._board, Book(), self._config.limits, self._config.timeouts)
+        front_ends = FrontEnds(self._dial, self._board, Book(), self._bounds, self._config.timeouts)
         for forward in self._forwards:
             for listener in await bind(forward.listen):
                 self.addresses.append(bound_address(listener))

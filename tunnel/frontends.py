@@ -23,12 +23,14 @@ from tunnel import logs
 from tunnel.address import Target
 from tunnel.backends import Backends
 from tunnel.book import Book
+from tunnel.bounds import Bounds, Place, Seat
 from tunnel.bridge import Bridge
-from tunnel.config import Forward, Limits, Timeouts, parse_agent_name
-from tunnel.errors import CUT, ConfigError, DialError, DialProtocolError, StreamReset
+from tunnel.config import Forward, Timeouts, parse_agent_name
+from tunnel.credentials import Token
+from tunnel.errors import CUT, ConfigError, Denied, DialError, DialProtocolError, StreamReset
 from tunnel.frames import DialReq
 from tunnel.http_connect import ESTABLISHED, BadRequest, ConnectRequest, Head
-from tunnel.listen import Handler
+from tunnel.listen import Handler, source_of
 from tunnel.relay import Switchboard, close_with_reset
 from tunnel.session import State
 from tunnel.stream import Dialling, TunnelStream
@@ -37,8 +39,11 @@ log = logs.get_logger(__name__)
 
 _READ = 16 * 1024
 _LINGER = 1.0  # seconds in which a client may take a refusal
+_BOUNDS = {408: "head_time", 431: "head"}  # what a request that is refused so has met
 
 
+TakesUser = Callable[[str], bool]
+"""Whether the value of ``Proxy-Authorization`` is taken."""
 Dial = Callable[[Target, str | None], Awaitable[TunnelStream]]
 """A stream to a target, through the agents of one name if it is given; raises ``DialError``."""
 
@@ -46,12 +51,21 @@ Dial = Callable[[Target, str | None], Awaitable[TunnelStream]]
 class FrontEnds:
     """The ways in for sockets, and what they need: somewhere to dial, and something that moves the bytes."""
 
-    def __init__(self, dial: Dial, board: Switchboard, book: Book, limits: Limits, timeouts: Timeouts) -> None:
+    def __init__(
+        self,
+        dial: Dial,
+        board: Switchboard,
+        book: Book,
+        bounds: Bounds,
+        timeouts: Timeouts,
+        takes_user: TakesUser | None = None,
+    ) -> None:
         self._dial_target = dial
         self._book = book
         self._board = board
-        self._limits = limits
+        self._bounds = bounds
         self._timeouts = timeouts
+        self._takes_user = takes_user
 
     def forward(self, forward: Forward) -> Handler:
         """The handler of a port that leads to a target."""
@@ -60,24 +74,29 @@ class FrontEnds:
     async def _forward(self, forward: Forward, sock: socket.socket) -> None:
         with sock:
             try:
-                stream = await self._dial("forward", forward.target, forward.agent)
+                with self._bounds.admit(None) as place:
+                    stream = await self._dial("forward", forward.target, forward.agent)
+                    place.answered()
+                    await self._join("forward", forward.target, sock, stream)
             except DialError:
                 close_with_reset(sock)
-                return
             except trio.Cancelled:  # an end without a byte would look like the target's own
                 close_with_reset(sock)
                 raise
-            await self._join("forward", forward.target, sock, stream)
 
-    async def connect(self, sock: socket.socket) -> None:
-        """The handler of the CONNECT front-end."""
-        head = Head(self._limits.head)
+    async def connect(self, sock: socket.socket, seat: Seat) -> None:
+        """The handler of the CONNECT front-end; the seat is among those whose request is not whole yet."""
+        head = Head(self._bounds.limits.head, self._takes_user)
         with sock:
             try:
-                request = await self._read_head(sock, head)
+                with seat:
+                    request = await self._read_head(sock, head)
                 if request is not None:
-                    await self._tunnel(sock, request)
+                    with self._bounds.admit(None) as place:
+                        await self._tunnel(sock, request, place)
             except BadRequest as error:
+                if error.status in _BOUNDS:
+                    self._bounds.hit(_BOUNDS[error.status], source=source_of(sock))
                 await _refuse(sock, head.reply(error.status, str(error)))
             except DialError as error:
                 await _refuse(sock, head.reply(error.http_status, f"{error.code}: {error.text}"))
@@ -102,8 +121,9 @@ class FrontEnds:
                     return request
         raise BadRequest(408, f"no whole request within {self._timeouts.head:g} s")
 
-    async def _tunnel(self, sock: socket.socket, request: ConnectRequest) -> None:
+    async def _tunnel(self, sock: socket.socket, request: ConnectRequest, place: Place) -> None:
         stream = await self._dial("connect", request.target, request.agent)
+        place.answered()
         try:
             sock.send(ESTABLISHED)  # a new socket takes so little at once; if not, it is broken
         except OSError as error:
@@ -143,8 +163,12 @@ class ClientLinks:
         self._book = book
         self._seconds = seconds
 
-    async def serve(self, stream: TunnelStream, request: DialReq) -> None:
-        """One stream of a client."""
+    async def serve(self, stream: TunnelStream, request: DialReq, place: Place, token: Token | None = None) -> None:
+        """One stream of a client, which has proved to know the token, if any are wanted."""
+        with place:
+            await self._serve(stream, request, place, token)
+
+    async def _serve(self, stream: TunnelStream, request: DialReq, place: Place, token: Token | None) -> None:
         window = stream.core.credit
         if window > self._most_window:
             stream.refuse(DialProtocolError(f"a window of {window} bytes; taken: at most {self._most_window}"))
@@ -152,11 +176,12 @@ class ClientLinks:
         with trio.CancelScope() as scope:
             stream.core.attach(Dialling(scope))
             try:
-                through = await self._dial(request, window)
+                through = await self._dial(request, window, token)
             except DialError as error:
                 _log_failed("client", f"{request.host}:{request.port}", error)
                 stream.refuse(error)
                 return
+        place.answered()
         if scope.cancelled_caught:
             return
         if stream.core.state is not State.DIALLING:  # given up while the answer was on its way
@@ -169,7 +194,7 @@ class ClientLinks:
             except StreamReset as error:
                 _log_reset("client", target, through, error)
 
-    async def _dial(self, request: DialReq, window: int) -> TunnelStream:
+    async def _dial(self, request: DialReq, window: int, token: Token | None) -> TunnelStream:
         agent = request.options.get("agent")
         if not isinstance(agent, str | None):
             raise DialProtocolError("the option agent is not a text")
@@ -179,6 +204,8 @@ class ClientLinks:
                 parse_agent_name(agent)
         except ConfigError as error:
             raise DialProtocolError(str(error)) from error
+        if token and not token.grant.allows_target(target):
+            raise Denied(f"{target}: the token {token.id} is not for it")
         seconds = min(self._seconds, request.ms / 1000)
         return await self._backends.dial(target, seconds, agent, window)
 

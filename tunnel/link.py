@@ -11,6 +11,7 @@ Rules that hold here:
 - The reader never waits for a stream. The send side belongs to ``flush`` while the transport takes bytes at once, and
   to the writer task from the moment it does not until all is sent. Nothing else touches it.
 - Liveness needs bytes *received*: anything counts.
+- Who asks too often is read more slowly, and ended by nobody for that. Servers are not: others ask through them.
 - Whoever queues something on the session calls ``flush`` afterwards, once for many.
 
 This file must not know targets, backends, or what the streams are for.
@@ -26,6 +27,7 @@ import trio
 from trio_util import AsyncValue
 
 from tunnel import logs
+from tunnel.bounds import Bounds, Rate
 from tunnel.config import Limits, Timeouts
 from tunnel.errors import (
     DialError,
@@ -37,7 +39,8 @@ from tunnel.errors import (
     TunnelError,
 )
 from tunnel.frames import DATA_BODY_OVERHEAD, Close, Decoder, DialReq, Packet, Ping, Pong, Welcome
-from tunnel.handshake import Handshake, Identity
+from tunnel.handshake import Handshake
+from tunnel.identity import Identity
 from tunnel.session import Session, Stream
 from tunnel.stream import TunnelStream
 from tunnel.transport import BROKEN, Buffer, Transport
@@ -64,6 +67,7 @@ class Link:
     Args:
         transport: connected; the link closes it.
         handshake: the side of it that this is.
+        bounds: where it is counted that a bound bites; its own if there are none.
         on_dial: called with each stream that the peer asks for.
         on_control: called with packets about the link, such as DRAIN.
         on_linked: called once, when the peer is known and before anything else it sends is looked at.
@@ -91,6 +95,7 @@ class Link:
         on_linked: Callable[[], None] = lambda: None,
         on_end: Callable[[], None] = lambda: None,
         on_turn: Callable[[], None] = lambda: None,
+        bounds: Bounds | None = None,
     ) -> None:
         self.open_streams: AsyncValue[int] = AsyncValue(0)
         self.ended = trio.Event()
@@ -103,6 +108,10 @@ class Link:
         self._handshake = handshake
         self._limits = limits
         self._timeouts = timeouts
+        self._bounds = bounds or Bounds(limits, trio.current_time)
+        self._pings, self._dials = Rate(self._bounds, "ping_rate"), Rate(self._bounds, "dial_rate")
+        self._frames_sent = 0  # when pings were looked at last
+        self._slowed = False  # nothing is read, for a while
         self._on_dial = on_dial
         self._on_control = on_control
         self._on_linked = on_linked
@@ -113,9 +122,11 @@ class Link:
             window=limits.first_window,
             most_window=limits.window,
             spare=limits.spare_window,
+            budget=limits.link_window,
             on_dial=self._dialled,
             on_control=self._control,
             on_streams=partial(setattr, self.open_streams, "value"),
+            on_bound=self._hit,
         )
         self._decoder = Decoder(limits.body_before_auth, self._shake_hands, self._refuse_data)
         self._decoder.strict = True
@@ -192,6 +203,8 @@ class Link:
         with trio.move_on_after(self._timeouts.handshake):
             await self._linked.wait()
             return
+        if first is None:
+            self._hit("handshake_time")
         await self.close("timeout", f"the handshake took longer than {self._timeouts.handshake:g} s")
         await trio.sleep_forever()  # until the scope's cancellation, just requested, arrives
 
@@ -264,7 +277,10 @@ class Link:
 
     def flush(self) -> None:
         """Send what the session has to send, as far as the transport takes it now; the writer task does the rest."""
-        if self._blocked.is_set() or self.why:
+        if self.why:
+            return
+        if self._blocked.is_set():
+            self._check_queue()
             return
         try:
             while True:
@@ -279,6 +295,12 @@ class Link:
                     return
         except BROKEN as error:
             self._end(LinkClosed(f"the link broke: {error}"))
+
+    def _check_queue(self) -> None:
+        """Whoever takes nothing, although bytes were let through for it, must not make this side keep too many."""
+        if self.session.queued > self._limits.link_queue:
+            self._hit("link_queue")
+            self._end(LinkClosed(f"the peer does not take the {self.session.queued} bytes that wait for it"))
 
     async def _write(self) -> None:
         while True:
@@ -299,17 +321,38 @@ class Link:
                 self._decoder.received(count)
                 self.flush()
                 self._on_turn()
+                if self.session.pings or self.session.dials:
+                    await self._slow_down()
             self._end(LinkClosed("the peer closed the connection"))
         except HandshakeRefused as error:
             await self.close(error.code, error.text, error)
         except RemoteProtocolError as error:
+            if error.bound:
+                self._hit("body_before_auth" if error.bound == "body" and self.peer is None else error.bound)
             await self.close("protocol", str(error), error)
+
+    def _hit(self, bound: str) -> None:
+        peer = {"peer": self.peer.name} if self.peer else {}
+        self._bounds.hit(bound, **peer, address=self.address)
+
+    async def _slow_down(self) -> None:
+        """Read nothing for as long as it takes until the peer may ask again. A PING with each frame is free."""
+        session, frames = self.session, self.session.frames_sent - self._frames_sent
+        pings, dials = max(0, session.pings - min(frames, self._limits.ping_rate)), session.dials
+        session.pings = session.dials = 0
+        self._frames_sent = session.frames_sent
+        if self.peer is not None and self.peer.role != "server":
+            who = {"peer": self.peer.name, "address": self.address}
+            seconds = max(self._pings.spend(pings, **who), self._dials.spend(dials, **who))
+            if seconds:
+                self._slowed = True
+                await trio.sleep(seconds)
+                self._slowed = False
 
     def _shake_hands(self, packet: Packet) -> None:
         if self.why is not None:  # it came with the bytes that were received last
             return
-        answer = self._handshake.receive(packet)
-        if answer is not None:
+        for answer in self._handshake.receive(packet, self._decoder.body):
             self.session.send_control(answer)
         if self.peer is not None:
             self.session.opener = self._handshake.opens
@@ -345,7 +388,7 @@ class Link:
         misses = token = 0
         while True:
             await trio.sleep(self._timeouts.keepalive)
-            misses = 0 if self._heard else misses + 1
+            misses = 0 if self._heard or self._slowed else misses + 1
             self._heard = False
             if misses == _MISSES:
                 seconds = self._timeouts.keepalive * _MISSES

@@ -106,6 +106,7 @@ FAMILIES = (
     Family("dial_duration_seconds", "histogram", "server", "From asking for a stream to the answer."),
     Family("dial_redispatch_total", "counter", "server", "Dials that went to a second agent, by why.", ("cause",)),
     Family("dial_fallback_total", "counter", "server", "Dials that only a draining agent could serve."),
+    Family("bounds_total", "counter", "both", "Times that a bound bit: see the table of them.", ("bound",)),
     Family("links", "gauge", "both", "Links that are up: on a server those of agents and clients."),
     Family("link_rtt_seconds", "gauge", "server", "Round trip of the link to an agent, as measured last.", ("agent",)),
     Family("bytes_total", "counter", "both", "Payload between servers and agents, seen from here.", ("direction",)),

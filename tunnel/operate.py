@@ -11,11 +11,12 @@ This file must not know HTTP, or how any of it is found out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeGuard
 
 from tunnel.address import Target
+from tunnel.credentials import Token
 from tunnel.readiness import Readiness
 from tunnel.tally import Histogram
 
@@ -99,6 +100,10 @@ class Operated(Protocol):
     instance: str
     version: str
     switched_off: bool
+
+    @property
+    def admins(self) -> Sequence[Token]:
+        """What whoever changes something must show one of; empty if nobody has to on this machine."""
 
     @property
     def readiness(self) -> Readiness:

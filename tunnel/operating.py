@@ -10,25 +10,29 @@ This file must not know HTTP, or what answers mean.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tunnel.address import Target
-from tunnel.config import Token
 from tunnel.options import (
     AGENT_NAME,
     DESTINATION,
     DURATION,
-    SECRET,
+    SEVERAL,
     Operating,
+    OperatingGroup,
     Parsed,
     commands,
     ends_by_signal,
     file_keys,
     option,
     rehearse,
+    token_file,
 )
+
+if TYPE_CHECKING:
+    from tunnel.remote import Remote
 
 
 def _admin_url(text: str) -> Any:
@@ -45,12 +49,7 @@ _admin = option(
     help="The program's admin API: http://HOST:PORT, HOST:PORT or unix:/PATH. Agents have theirs on port 7403.",
 )
 _json = option("--json", is_flag=True, help="Print what comes for programs: JSON, a line for each answer.")
-_token_file = option(
-    "--token-file",
-    type=SECRET,
-    metavar="FILE",
-    help="The admin token, if the program wants one; nobody but you may read the file.",
-)
+_token_file = token_file("Holds the admin token, if the program wants one.")
 
 
 @click.command("status", cls=Operating)
@@ -76,6 +75,14 @@ def _agents(admin: Any, json: bool) -> None:
     from tunnel.remote import Remote
 
     operator_cli.agents(Remote(admin), as_json=json)
+
+
+def _shown_to(admin: Any, path: str | None) -> Remote:
+    """The program, and the token that it is shown."""
+    from tunnel.credentials import of_role, read_tokens
+    from tunnel.remote import Remote
+
+    return Remote(admin, of_role("admin", read_tokens(path, own="admin"))[0] if path else None)
 
 
 def _itself(text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -106,7 +113,7 @@ def _drain(
     reason: str | None,
     leave: bool,
     admin: Any,
-    token_file: Token | None,
+    token_file: str | None,
     json: bool,
 ) -> None:
     """Have all agents of a name drain, on all their servers.
@@ -119,9 +126,8 @@ def _drain(
     """
     _check_whose(agent, itself)
     from tunnel import operator_cli
-    from tunnel.remote import Remote
 
-    drained = operator_cli.Drained(Remote(admin, token_file), agent)
+    drained = operator_cli.Drained(_shown_to(admin, token_file), agent)
     seconds = timeout if wait else None
     raise SystemExit(operator_cli.drain(drained, reason, leave=leave, wait=seconds, as_json=json))
 
@@ -133,13 +139,12 @@ def _drain(
 @_token_file
 @_json
 @ends_by_signal
-def _undrain(agent: str | None, itself: bool, admin: Any, token_file: Token | None, json: bool) -> None:
+def _undrain(agent: str | None, itself: bool, admin: Any, token_file: str | None, json: bool) -> None:
     """Have all agents of a name take new dials again."""
     _check_whose(agent, itself)
     from tunnel import operator_cli
-    from tunnel.remote import Remote
 
-    operator_cli.undrain(operator_cli.Drained(Remote(admin, token_file), agent), as_json=json)
+    operator_cli.undrain(operator_cli.Drained(_shown_to(admin, token_file), agent), as_json=json)
 
 
 @click.command("explain", cls=Operating)
@@ -171,4 +176,26 @@ def _check(file: str, json: bool) -> None:
     raise SystemExit(operator_cli.check(found, json))
 
 
-COMMANDS = (_status, _agents, _drain, _undrain, _explain, _check)
+@click.group("token", cls=OperatingGroup)
+def _token() -> None:
+    """Make tokens, with which agents, clients and operators prove who they are."""
+
+
+@_token.command("new")
+@click.argument("token_id", metavar="ID")
+@option("--role", type=click.Choice(["agent", "client", "admin"]), required=True, help="Who is to have it.")
+@option("--agent", multiple=True, metavar="NAME", help=f"Of an agent: what it may call itself, like edge-*. {SEVERAL}")
+@option("--identifier", multiple=True, metavar="KIND=VALUE", help=f"What it may claim; default-route, or *. {SEVERAL}")
+@option("--target", multiple=True, metavar="HOST:PORTS", help=f"Of a client: what it may ask for. {SEVERAL}")
+@ends_by_signal
+def _token_new(
+    token_id: str, role: str, agent: tuple[str, ...], identifier: tuple[str, ...], target: tuple[str, ...]
+) -> None:
+    """Print a new token, for the files of those who are to know it: tunnel token new ... >> tokens.toml."""
+    from tunnel.credentials import new_token
+
+    lists = {"agents": agent, "identifiers": identifier, "targets": target}
+    click.echo(new_token(token_id, role, lists), nl=False)
+
+
+COMMANDS = (_status, _agents, _drain, _undrain, _explain, _check, _token)

@@ -18,16 +18,15 @@ import click
 from click.core import ParameterSource
 
 from tunnel import early
+from tunnel.certificates import ClientTls
 from tunnel.config import (
     AdminAddress,
     AdminConfig,
     ServerConfig,
-    Token,
     parse_admin_address,
     parse_agent_name,
     parse_destination,
     parse_duration,
-    read_token,
 )
 from tunnel.errors import ConfigError, first_of
 
@@ -74,7 +73,8 @@ class Program(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the programs, and what operates them, each in the order of declaration."""
         for heading, operating in (("Programs", False), ("Operating them", True)):
-            names = [name for name, command in self.commands.items() if isinstance(command, Operating) is operating]
+            kinds = (Operating, OperatingGroup)
+            names = [name for name, command in self.commands.items() if isinstance(command, kinds) is operating]
             limit = formatter.width - 6 - max(map(len, self.commands))
             with formatter.section(heading):
                 formatter.write_dl([(name, self.commands[name].get_short_help_str(limit)) for name in names])
@@ -82,6 +82,10 @@ class Program(click.Group):
 
 class Operating(click.Command):
     """A command that operates a program which runs elsewhere, or a file."""
+
+
+class OperatingGroup(click.Group):
+    """Several such commands."""
 
 
 # -- files
@@ -144,7 +148,6 @@ DESTINATION = Parsed("target", parse_destination)
 DURATION = Parsed("duration", parse_duration)
 AGENT_NAME = Parsed("name", parse_agent_name)
 _OPERATOR = Parsed("address", parse_admin_address)
-SECRET = Parsed("file", read_token)
 
 
 config_file = option(
@@ -175,13 +178,11 @@ def admin_options(default: int) -> Callable[[Callable[..., None]], Callable[...,
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
-        def together(
-            admin: AdminAddress | None, health: AdminAddress | None, admin_token_file: Token | None, **others: Any
-        ) -> None:
+        def together(admin: AdminAddress | None, health: AdminAddress | None, **others: Any) -> None:
             asked_for = click.get_current_context().get_parameter_source("admin") is not ParameterSource.DEFAULT
-            command(admin=AdminConfig(admin, asked_for, health, admin_token_file), **others)
+            command(admin=AdminConfig(admin, asked_for, health), **others)
 
-        return listen(health(token(together)))
+        return listen(health(together))
 
     listen = option(
         "--admin",
@@ -197,13 +198,32 @@ def admin_options(default: int) -> Callable[[Callable[..., None]], Callable[...,
         default="off",
         help="The health paths alone, for probes from elsewhere.",
     )
-    token = option(
-        "--admin-token-file",
-        type=SECRET,
-        metavar="FILE",
-        help="Who changes anything through --admin needs the token in this file; nobody but you may read it.",
-    )
     return decorate
+
+
+def token_file(text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The option of that name; ``text`` says what the tokens in it are for."""
+    return option("--token-file", metavar="FILE", help=f"{text} Nobody but you may use the file; see tunnel token new.")
+
+
+def tls_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Options of those that dial servers, which arrive together, as ``tls``."""
+
+    @wraps(command)
+    def together(
+        tls: bool, tls_ca: str | None, tls_cert: str | None, tls_key: str | None, tls_name: str | None, **others: Any
+    ) -> None:
+        files = (tls_ca, tls_cert, tls_key, tls_name)
+        if any(files) and not tls:
+            raise click.UsageError("--tls-ca, --tls-cert, --tls-key and --tls-name mean nothing without --tls")
+        command(tls=ClientTls(*files) if tls else None, **others)
+
+    flag = option("--tls", is_flag=True, help="Link over TLS.")
+    ca = option("--tls-ca", metavar="FILE", help="Whose certificates servers must have; if not said, the system's.")
+    cert = option("--tls-cert", metavar="FILE", help="Our certificate, for servers that want one.")
+    key = option("--tls-key", metavar="FILE", help="Its key, which nobody but you may use.")
+    name = option("--tls-name", metavar="HOST", help="For whom the certificate must be, if not for who is dialled.")
+    return flag(ca(cert(key(name(together)))))
 
 
 # -- beginning, and only seeming to

@@ -5,12 +5,15 @@ Rules that hold here:
 - The operator's listeners are there before the life begins, and close when it has ended.
 - An address that cannot be listened on is one line in the log, and exit 1.
 - A program loads what it runs, and nothing else.
+- It takes as many descriptors as the system lets it have, and says how many: each connection is one.
 
 This file must not know the command line.
 """
 
 from __future__ import annotations
 
+import contextlib
+import resource
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,10 +28,13 @@ from tunnel.signals import live
 if TYPE_CHECKING:
     from tunnel.config import AdminConfig, AgentConfig, ClientConfig, Forward, ServerConfig
     from tunnel.operate import Operated
+    from tunnel.secure import Files
 
 log = logs.get_logger(__name__)
 
 EXIT_CANNOT_START = 1
+
+_DESCRIPTORS = (1 << 20, 10_240)  # no more than any system takes; macOS takes no more than the second
 
 Live = Callable[[], Awaitable[int]]
 
@@ -39,7 +45,7 @@ def run_server(config: ServerConfig) -> int:
     from tunnel.server import Server
 
     server = Server(config)
-    return _run(_operated(partial(live, server.life), ServerDesk(server), config.admin))
+    return _run(_operated(partial(live, server.life, look=_looks(server.secure)), ServerDesk(server), config.admin))
 
 
 def run_agent(config: AgentConfig) -> int:
@@ -48,14 +54,24 @@ def run_agent(config: AgentConfig) -> int:
     from tunnel.desk import AgentDesk
 
     agent = Agent(config)
-    return _run(_operated(partial(live, agent.life, agent.drain, agent.undrain), AgentDesk(agent), config.admin))
+    return _run(
+        _operated(
+            partial(live, agent.life, agent.drain, agent.undrain, _looks(agent.secure)), AgentDesk(agent), config.admin
+        )
+    )
 
 
 def run_forwarder(config: ClientConfig, forwards: Sequence[Forward]) -> int:
     """Run a forwarder as this process's program; the exit code."""
     from tunnel.forwarder import Forwarder
 
-    return _run(partial(live, Forwarder(config, forwards).life))
+    forwarder = Forwarder(config, forwards)
+    return _run(partial(live, forwarder.life, look=_looks(forwarder.client.secure)))
+
+
+def _looks(secure: Files) -> Callable[[], None] | None:
+    """What SIGHUP does to a program."""
+    return secure.look if secure.followed else None
 
 
 def _operated(live: Live, operated: Operated, config: AdminConfig) -> Live:
@@ -75,7 +91,24 @@ def _operated(live: Live, operated: Operated, config: AdminConfig) -> Live:
     return live_operated
 
 
+def _raise_descriptors() -> None:
+    """Make the soft limit the hard one, or what the system takes instead."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for most in _DESCRIPTORS:
+        wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            with contextlib.suppress(OSError, ValueError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+                soft = wanted
+    log.info("descriptors", soft=_spelled(soft), hard=_spelled(hard))
+
+
+def _spelled(limit: int) -> int | str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else limit
+
+
 def _run(main: Live) -> int:
+    _raise_descriptors()
     code = EXIT_CANNOT_START
     try:
         code = trio.run(main)

@@ -24,7 +24,7 @@ from typing import Any, Self
 from urllib.parse import urlencode
 
 from tunnel.address import Target
-from tunnel.config import Token
+from tunnel.credentials import Token
 from tunnel.errors import AddressError, ConfigError, TunnelError
 
 SECONDS = 10.0  # that an answer may take, on top of what it was asked to wait

@@ -17,6 +17,7 @@ This file must not know the command line, or agents' insides.
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from functools import partial
 
 import trio
@@ -25,32 +26,43 @@ from tunnel import logs
 from tunnel.address import ListenAddress, Target
 from tunnel.backends import Backend, Backends
 from tunnel.book import Book
+from tunnel.bounds import Bounds, Seat
 from tunnel.bridge import Bridge
 from tunnel.config import ServerConfig
+from tunnel.credentials import Token, Tokens
 from tunnel.errors import (
     CUT,
+    AuthFailed,
     ConfigError,
     HandshakeRefused,
     LinkClosed,
     RefusedDraining,
     RemoteProtocolError,
+    TooMany,
     first_of,
 )
 from tunnel.frames import DialReq, GoAway, GoAwayAck, Packet, milliseconds
 from tunnel.frontends import ClientLinks, FrontEnds
-from tunnel.handshake import AcceptingHandshake, Identity, welcome
+from tunnel.handshake import AcceptingHandshake, welcome
+from tunnel.identity import Identity
 from tunnel.lifecycle import Lifecycle, Phase, Slices
 from tunnel.link import Link
-from tunnel.listen import Handler, accept, bind, bound_address
+from tunnel.listen import Handler, Spawn, accept, admitted, bind, bound_address
 from tunnel.relay import Switchboard
+from tunnel.reload import Reloaded
+from tunnel.secure import Accepting
 from tunnel.stream import TunnelStream
 from tunnel.tally import Traffic
-from tunnel.transport import SocketTransport
+from tunnel.users import Users, read_users
 
 log = logs.get_logger(__name__)
 
 _FINAL_ACK = 1.0  # seconds that links have for acknowledging GOAWAY(final)
 _REAP = 60.0  # seconds without a byte after which a half-closed stream does not hold up leaving
+
+
+def _follow_users(path: str) -> Reloaded[Users]:
+    return Reloaded((path,), lambda: read_users(path))
 
 
 class Server:
@@ -60,6 +72,8 @@ class Server:
         backends: the agents that are linked.
         server_count: how many servers there are in all; see ``set_server_count``.
         life: where it is between start and exit.
+        bounds: what others can make it hold, and how often that was too much.
+        secure: whom it takes, and what it shows.
         book: the streams that are open.
         carried: what links to agents have carried that are not there any more.
         addresses: what is really listened on, by use: ``links``, ``connect``, ``forward``; in the order configured.
@@ -75,10 +89,16 @@ class Server:
         self.server_count = config.server_count
         self.life = Lifecycle(self, config.timeouts.shutdown)
         self.addresses: dict[str, list[ListenAddress]] = {"links": [], "connect": [], "forward": []}
+        self.bounds = Bounds(config.limits, trio.current_time)
         self._board = Switchboard()
+        self._refusals = logs.Seldom(trio.current_time)
         self._bridge = Bridge(config.limits.window)
         self.book = Book()
         self.carried = Traffic()
+        self.secure = Accepting(config.token_file, config.tls, self._tokens_changed)
+        self._users = _follow_users(config.connect_auth) if config.connect_auth else None
+        if self._users:
+            self.secure.followed.append(self._users)
         self._clients = ClientLinks(self.backends, self._bridge, self.book, config.dial_timeout, config.limits.window)
         self._links: dict[Link, AcceptingHandshake] = {}
         self._told: set[Link] = set()  # those that were told GOAWAY(soft)
@@ -105,20 +125,28 @@ class Server:
     async def start(self, life: Lifecycle) -> None:
         """See ``lifecycle.Program``."""
         await life.background.start(self._board.run)
-        front_ends = FrontEnds(self._dial, self._board, self.book, self.config.limits, self.config.timeouts)
+        life.background.start_soon(self.secure.run)
+        takes_user = self._takes_user if self._users else None
+        front_ends = FrontEnds(self._dial, self._board, self.book, self.bounds, self.config.timeouts, takes_user)
+        spawn_link = admitted(self.bounds.handshakes, self._spawn_link)
         for listener in await self._listen("links", self.config.listen):
-            life.background.start_soon(accept, listener, self._link, self._spawn_link)
+            life.background.start_soon(accept, listener, self._link, spawn_link)
         if self.config.connect is not None:
-            await self._open("connect", self.config.connect, front_ends.connect)
+            spawn = admitted(self.bounds.heads, life.spawn)
+            await self._open("connect", self.config.connect, front_ends.connect, spawn)
         for forward in self.config.forwards:
-            await self._open("forward", forward.listen, front_ends.forward(forward), target=forward.target)
+            await self._open("forward", forward.listen, front_ends.forward(forward), life.spawn, target=forward.target)
+
+    def _takes_user(self, shown: str) -> bool:
+        """Whether the credentials of somebody who uses CONNECT are taken."""
+        return self._users is None or self._users.value.takes(shown)
 
     async def _dial(self, target: Target, agent: str | None) -> TunnelStream:
         return await self.backends.dial(target, self.config.dial_timeout, agent)
 
-    async def _open(self, use: str, address: ListenAddress, handler: Handler, **facts: object) -> None:
+    async def _open(self, use: str, address: ListenAddress, handler: Handler, spawn: Spawn, **facts: object) -> None:
         for listener in await self._listen(use, address, **facts):
-            self.life.accepting.start_soon(accept, listener, handler, self.life.spawn)
+            self.life.accepting.start_soon(accept, listener, handler, spawn)
 
     async def _listen(self, use: str, address: ListenAddress, **facts: object) -> list[socket.socket]:
         listeners = await bind(address)
@@ -200,9 +228,17 @@ class Server:
         """All whose peer is known, of agents and of clients."""
         return [link for link in self._links if link.peer is not None]
 
-    def _spawn_link(self, handler: Handler, sock: socket.socket) -> bool:
-        self.life.background.start_soon(handler, sock)
+    def _spawn_link(self, handler: Handler, sock: socket.socket, seat: Seat) -> bool:
+        self.life.background.start_soon(handler, sock, seat)
         return True
+
+    def _tokens_changed(self, tokens: Tokens) -> None:
+        """Whoever proved what is not taken any more loses the link."""
+        for link, handshake in self._links.items():
+            if link.peer is not None and not handshake.still_valid(tokens):
+                log.warning("token gone", peer=link.peer.name, address=link.address, **handshake.facts)
+                text = "the token is not taken any more"
+                self.life.background.start_soon(link.close, AuthFailed.code, text)
 
     def set_server_count(self, count: int) -> None:
         """How many servers there are in all has changed: tell every agent that is linked, and those that come.
@@ -219,44 +255,70 @@ class Server:
                 link.session.send_control(welcome(self.identity, count))
                 link.flush()
 
-    def _admit(self, peer: Identity) -> None:
+    def _admit(self, peer: Identity, token: Token | None) -> None:
         """Whether this peer may link; before anything about it is kept."""
         if self.life.leaving:
             raise HandshakeRefused("leaving", "the server is leaving")
-        if self.identity.instance in peer.linked or self._crossed(peer):
+        backend = self.backends.of_instance(peer.instance)
+        if backend and token and not self._same(backend, peer, token):
+            raise AuthFailed("this instance is linked under another name or token", token.facts)
+        if self.identity.instance in peer.linked or self._crossed(backend):
             raise HandshakeRefused("duplicate", self.identity.instance)
 
-    def _crossed(self, peer: Identity) -> bool:
+    def _same(self, backend: Backend, peer: Identity, token: Token) -> bool:
+        """Whether a peer may be the process behind a backend: an instance is no secret, and its link would be lost."""
+        proved = self._links[backend.link].token
+        return proved is not None and proved.id == token.id and backend.name == peer.name
+
+    def _crossed(self, backend: Backend | None) -> bool:
         """Whether the agent has a link that it may not have known of when it said HELLO: through another address."""
-        backend = self.backends.of_instance(peer.instance)
         return backend is not None and trio.current_time() - backend.link.since < self.config.timeouts.handshake
 
-    async def _link(self, sock: socket.socket) -> None:
-        """One link, from its accepted socket to its end."""
+    async def _link(self, sock: socket.socket, seat: Seat) -> None:
+        """One link, from its accepted socket to its end; the seat is among those that are not linked yet."""
+        source = str(seat.source)
         try:
-            await self._run_link(sock)
+            with seat:
+                await self._run_link(sock, seat, source)
         except* HandshakeRefused as group:
-            log.debug("link refused", cause=first_of(group))
-        except* LinkClosed as group:  # also whoever only looks whether the port is open
-            log.info("link refused", cause=first_of(group))
-        except* RemoteProtocolError as group:
-            log.warning("link refused", cause=first_of(group))
+            self._log_refused(source, first_of(group))
+        except* (LinkClosed, RemoteProtocolError) as group:
+            self._log_refused(source, first_of(group))
         except* Exception:
             log.exception("fault in a link")
 
-    async def _run_link(self, sock: socket.socket) -> None:
+    def _log_refused(self, source: str, error: BaseException) -> None:
+        """Strangers may come as often as they like: the log has a line a minute for each source and credential."""
+        if isinstance(error, HandshakeRefused) and not isinstance(error, AuthFailed):
+            log.debug("link refused", address=source, cause=error)
+            return
+        facts: Mapping[str, str] = error.facts if isinstance(error, AuthFailed) else {}
+        if times := self._refusals.times((source, type(error), facts.get("token"))):
+            # also whoever only looks whether the port is open
+            say = log.info if isinstance(error, LinkClosed) else log.warning
+            say("link refused", address=source, times=times, cause=error, **facts)
+
+    async def _run_link(self, sock: socket.socket, seat: Seat, source: str) -> None:
+        with trio.move_on_after(self.config.timeouts.handshake) as scope:
+            transport = await self.secure.transport(sock)
+        if scope.cancelled_caught:
+            self.bounds.hit("handshake_time", source=source)
+            raise LinkClosed("TLS: the handshake took too long")
         backend = Backend(self.backends)
-        handshake = AcceptingHandshake(self.identity, self.server_count, self._admit)
+        handshake = AcceptingHandshake(
+            self.identity, self.server_count, self._admit, self.secure.tokens, transport.binding
+        )
         link = backend.link = Link(
-            SocketTransport(sock),
+            transport,
             handshake,
             limits=self.config.limits,
             timeouts=self.config.timeouts,
-            on_dial=self._dialled,
+            on_dial=partial(self._dialled, handshake),
             on_control=lambda packet: self._control(backend, packet),
-            on_linked=lambda: self._linked(backend),
+            on_linked=lambda: self._linked(backend, seat),
             on_end=lambda: self._ended(backend),
             on_turn=self._bridge.flush,
+            bounds=self.bounds,
         )
         self._links[link] = handshake
         try:
@@ -267,8 +329,9 @@ class Server:
             if link.peer is not None and link.peer.role != "client":
                 self.carried.add(link.session)
 
-    def _linked(self, backend: Backend) -> None:
+    def _linked(self, backend: Backend, seat: Seat) -> None:
         """Who linked is known. A client's link serves no dials, and so never becomes a backend."""
+        seat.leave()
         peer = backend.link.peer
         if peer is not None and peer.role == "client":
             log.debug("client linked", client=peer.name, instance=peer.instance)
@@ -290,8 +353,14 @@ class Server:
         backend.on_end()
         self._acked(backend.link)
 
-    def _dialled(self, stream: TunnelStream, request: DialReq) -> None:
+    def _dialled(self, handshake: AcceptingHandshake, stream: TunnelStream, request: DialReq) -> None:
         """A client asks for a stream. After the lame duck nothing new is taken, as by the other front-ends."""
+        try:
+            place = self.bounds.admit(stream.core.session)
+        except TooMany as error:
+            stream.refuse(error)
+            return
         late = self.life.phase.value is Phase.DRAINING
-        if late or not self.life.spawn(self._clients.serve, stream, request):
+        if late or not self.life.spawn(self._clients.serve, stream, request, place, handshake.token):
+            place.leave()
             stream.refuse(RefusedDraining("the server is leaving"))

@@ -1,7 +1,8 @@
 """What signals mean to a running program, and what its service manager hears of it.
 
 SIGTERM and SIGINT alike begin to leave; another one, at least half a second later, cuts at once; a third ends the
-process. SIGUSR1 and SIGUSR2 are the operator's drain and undrain, where the program has them.
+process. SIGUSR1 and SIGUSR2 are the operator's drain and undrain, where the program has them. SIGHUP has a program look
+at its files at once, where it follows any; otherwise it ends it, as it does when a terminal is closed.
 
 Rules that hold here:
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 import trio
@@ -50,9 +51,8 @@ class _Presses:
 
 
 async def _obey(
-    life: Lifecycle, drain: Command | None, undrain: Command | None, *, task_status: trio.TaskStatus[None]
+    life: Lifecycle, commands: Mapping[signal.Signals, Command | None], *, task_status: trio.TaskStatus[None]
 ) -> NoReturn:
-    commands = {signal.SIGUSR1: drain, signal.SIGUSR2: undrain}
     presses = _Presses(life)
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, *commands) as signals:
         for number in early.taken():
@@ -82,10 +82,13 @@ async def _tell_manager(life: Lifecycle) -> None:
                 notify("STOPPING=1")
 
 
-async def live(life: Lifecycle, drain: Command | None = None, undrain: Command | None = None) -> int:
+async def live(
+    life: Lifecycle, drain: Command | None = None, undrain: Command | None = None, look: Command | None = None
+) -> int:
     """Run a whole program under signals; the exit code."""
+    commands = {signal.SIGUSR1: drain, signal.SIGUSR2: undrain} | ({signal.SIGHUP: look} if look else {})
     async with trio.open_nursery() as nursery:
-        await nursery.start(_obey, life, drain, undrain)
+        await nursery.start(_obey, life, commands)
         nursery.start_soon(_tell_manager, life)
         code = await life.run()
         nursery.cancel_scope.cancel()

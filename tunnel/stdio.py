@@ -16,13 +16,14 @@ import contextlib
 import os
 import select
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import trio
 
 from tunnel.address import Target
-from tunnel.client import open_client
+from tunnel.client import running
+from tunnel.config import ClientConfig
 from tunnel.errors import DialError, StreamReset
 from tunnel.relay import pump
 
@@ -92,16 +93,20 @@ def _fill_standard_streams() -> None:
     os.close(nowhere)
 
 
-async def _carry(servers: Sequence[Target], target: Target, agent: str | None) -> None:
-    async with open_client(*map(str, servers)) as client:
+async def _carry(config: ClientConfig, target: Target, agent: str | None) -> None:
+    async with running(config) as client:
         await pump(Stdio(), await client.dial(target.host, target.port, agent=agent))
 
 
-def run(servers: Sequence[Target], target: Target, agent: str | None) -> int:
-    """Run as this process's program; the exit code. What went wrong is said on standard error."""
+def run(config: ClientConfig, target: Target, agent: str | None) -> int:
+    """Run as this process's program; the exit code. What went wrong is said on standard error.
+
+    Raises:
+        ConfigError: a file is not taken.
+    """
     _fill_standard_streams()
     try:
-        trio.run(_carry, servers, target, agent)
+        trio.run(_carry, config, target, agent)
     except DialError as error:
         _complain(f"{target}: {error.text} ({error.code})")
         return error.exit_code

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import Enum
 
 import trio
@@ -34,6 +34,7 @@ from tunnel.address import Target
 from tunnel.config import Timeouts
 from tunnel.connect import Address, Connector
 from tunnel.errors import (
+    AuthFailed,
     DialError,
     DialTimeout,
     HandshakeRefused,
@@ -43,6 +44,7 @@ from tunnel.errors import (
     TunnelError,
 )
 from tunnel.link import Link
+from tunnel.transport import SocketTransport, Transport
 
 log = logs.get_logger(__name__)
 
@@ -50,10 +52,16 @@ _RESOLVE_AGAIN = 30.0  # seconds after which a name is looked at again although 
 _DUPLICATE_FIRST, _DUPLICATE_GROWTH = 0.02, 1.1  # seconds; some 20 tries in the first half second
 
 
+async def _plain(sock: socket.socket, host: str) -> Transport:
+    return SocketTransport(sock)
+
+
 OnFailure = Callable[[TunnelError, bool], None]
 """Told of each failed attempt, and whether every server has failed by now."""
-MakeLink = Callable[[socket.socket, Callable[[], None], Callable[[], None]], Link]
-"""A link on a connected socket, with its ``on_linked`` and ``on_end``."""
+Secure = Callable[[socket.socket, str], Awaitable[Transport]]
+"""What a link to a host runs over, on a connected socket; raises ``LinkClosed``. Closes the socket where it fails."""
+MakeLink = Callable[[Transport, Callable[[], None], Callable[[], None]], Link]
+"""A link, with its ``on_linked`` and ``on_end``."""
 
 
 class SyncState(Enum):
@@ -129,9 +137,13 @@ class _Door:
         self.servers.discard(server)
         for backoff in self._duplicates.values():
             backoff.reset()
+        self.hurry()
+        self.changed.set()
+
+    def hurry(self) -> None:
+        """End every back-off."""
         self.link_lost.set()
         self.link_lost = trio.Event()
-        self.changed.set()
 
     def backoff(self, address: Address | None) -> Backoff:
         """After a failure at an address; None is for resolving the name."""
@@ -149,7 +161,8 @@ class SyncLoop:
 
     Args:
         servers: where they are found.
-        make_link: a link on a connected socket; it is run by the loop.
+        secure: what a link runs over; a plain socket if not given.
+        make_link: a link; it is run by the loop.
         on_failure: told of failed attempts.
 
     Attributes:
@@ -165,6 +178,7 @@ class SyncLoop:
         timeouts: Timeouts,
         make_link: MakeLink,
         on_failure: OnFailure = lambda error, all_failed: None,
+        secure: Secure = _plain,
     ) -> None:
         self.links: dict[str, Link] = {}
         self.ever_linked = False
@@ -172,6 +186,7 @@ class SyncLoop:
         self._connector = connector
         self._timeouts = timeouts
         self._make_link = make_link
+        self._secure = secure
         self._on_failure = on_failure
         self._doors = [_Door(server, timeouts) for server in servers]
         self._at_most: int | None = None
@@ -207,6 +222,11 @@ class SyncLoop:
         if state is not self.state:
             self.state = state
             log.info(f"sync {state.value}", links=len(self.links))
+
+    def hurry(self) -> None:
+        """What failed may work now: end every back-off."""
+        for door in self._doors:
+            door.hurry()
 
     def told_count(self, link: Link) -> None:
         """A server says how many there are."""
@@ -286,21 +306,28 @@ class SyncLoop:
 
     async def _failed(self, door: _Door, backoff: Backoff, error: TunnelError) -> None:
         delay = backoff.next()
+        facts: Mapping[str, str] = {}
+        if isinstance(error, AuthFailed):  # only a change of somebody's files will help
+            delay, facts = delay + self._timeouts.backoff_max, error.facts
         door.failed = True
         self._on_failure(error, all(each.failed for each in self._doors))
-        log.warning("link failed", server=door.name, attempt=backoff.attempt, delay=f"{delay:.2f}s", cause=error)
+        said = {"attempt": backoff.attempt, "delay": f"{delay:.2f}s", "cause": error}
+        log.warning("link failed", server=door.name, **said, **facts)
         await door.pause(delay)
 
     async def _link(self, door: _Door, address: Address, background: trio.Nursery) -> None:
         seconds = self._timeouts.handshake
         with trio.move_on_after(seconds) as scope:
             sock = await self._connector.connect_to(address)
+            transport = await self._secure(sock, door.name.host)
         if scope.cancelled_caught:
             raise DialTimeout(f"no connection within {seconds:g} s")
         if not self._wants(door, address):  # any more: another address led there first, or a drain began
-            sock.close()
+            await transport.aclose()
             return
-        link = self._make_link(sock, lambda: self._linked(door, address, link), lambda: self._lost(door, address, link))
+        link = self._make_link(
+            transport, lambda: self._linked(door, address, link), lambda: self._lost(door, address, link)
+        )
         await background.start(link.run)
 
     def _leads_to(self, door: _Door, address: Address, server: str) -> None:

@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from tunnel.address import Identifier, Target
 from tunnel.backends import Backend, Backends
 from tunnel.config import STRATEGIES, Claims
-from tunnel.handshake import Identity
+from tunnel.identity import Identity
 
 _ROUNDS = 25
 _TARGET = Target("db.internal", 5432)

@@ -70,6 +70,7 @@ class Program:
     Attributes:
         log: the events so far.
         noise: lines on stderr that are no events.
+        arguments: what it was started with.
     """
 
     def __init__(self, *arguments: str) -> None:
@@ -77,6 +78,7 @@ class Program:
         self.noise: list[str] = []
         if arguments[0] in ("server", "agent") and "--admin" not in arguments:
             arguments = (*arguments, "--admin", "127.0.0.1:0")
+        self.arguments = arguments
         self._name = " ".join(arguments)
         self._news = threading.Condition()
         self._process = subprocess.Popen(

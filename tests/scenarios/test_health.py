@@ -169,18 +169,18 @@ def test_a_socket_file_that_a_killed_program_left_is_replaced(start: StartProgra
 
 
 def test_a_token_is_needed_for_changes_and_never_shown(start: StartProgram, tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.write_text("s3cret-t0ken\n")
+    file, secret = tmp_path / "tokens.toml", "s3cret" * 6
+    file.write_text(f'[[token]]\nid = "ops"\nrole = "admin"\nsecret = "{secret}"\n')
     file.chmod(0o600)
-    server = start(*SERVER, "--admin-token-file", str(file), "--log-level", "debug")
+    server = start(*SERVER, "--token-file", str(file), "--log-level", "debug")
     at = address(server)
     assert ask(at, "/api/v1/drain")[0] == 200
     assert ask(at, "/api/v1/ready", "PUT", {"ready": False})[0] == 401
-    assert ask(at, "/api/v1/ready", "PUT", {"ready": False}, {"Authorization": "Bearer s3cret-t0ken"})[0] == 200
+    assert ask(at, "/api/v1/ready", "PUT", {"ready": False}, {"Authorization": f"Bearer {secret}"})[0] == 200
     assert server.stop() == 0
     assert "s3cret" not in str(server)
     file.chmod(0o644)
-    refused = start(*SERVER, "--admin-token-file", str(file))
+    refused = start(*SERVER, "--token-file", str(file))
     assert refused.ended() == 2
     assert "others than its owner may use it" in "".join(refused.noise)
     assert "s3cret" not in str(refused)

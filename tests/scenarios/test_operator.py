@@ -283,18 +283,24 @@ def test_a_server_that_is_to_stay_does_not_drain(operated: Tunnel) -> None:
     assert done.stderr.startswith("Error: too_late: ")
 
 
-def test_changes_need_the_token_where_there_is_one(tunnel: NewTunnel, tmp_path: Path) -> None:
-    file = tmp_path / "token"
+def test_changes_need_the_token_where_there_is_one(start: StartProgram, tmp_path: Path) -> None:
+    file = tmp_path / "tokens.toml"
     file.touch(0o600)
-    file.write_text("s3cret\n")
-    operated = tunnel(*OPERATED, "--admin-token-file", str(file))
-    at = admin(operated.server)
+    secrets = {"ops": "s3cret" * 6, "edge": "s3cr3t" * 6}
+    file.write_text(
+        f'[[token]]\nid = "ops"\nrole = "admin"\nsecret = "{secrets["ops"]}"\n'
+        f'[[token]]\nid = "edge"\nrole = "agent"\nsecret = "{secrets["edge"]}"\nagents = ["*"]\n'
+    )
+    server = start("server", "--listen", "127.0.0.1:0", "--connect", "off", *OPERATED, "--token-file", str(file))
+    links = f"127.0.0.1:{server.port('links')}"
+    start("agent", "--server", links, "--name", "a0", "--token-file", str(file)).wait_for("linked")
+    at = admin(server)
     done = run(at, "drain", "a0")
     assert done.returncode == 1
     assert done.stderr.startswith("Error: unauthorized: ")
     assert state(at) == ["active"]
     assert run(at, "drain", "a0", "--wait", "--token-file", str(file)).returncode == 0
-    assert "s3cret" not in str(operated.server)
+    assert not [secret for secret in secrets.values() if secret in str(server)]
 
 
 def test_a_unix_socket_is_operated_like_any_other(tunnel: NewTunnel, tmp_path: Path) -> None:

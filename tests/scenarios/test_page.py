@@ -294,11 +294,12 @@ def test_a_phone_never_has_to_scroll_sideways(page: Page, agent: NewAgent) -> No
 def test_a_token_is_asked_for_once_and_kept_nowhere_else(
     start: StartProgram, open_page: OpenPage, agent: NewAgent, tmp_path: Path
 ) -> None:
-    secret = tmp_path / "token"
-    secret.touch(mode=0o600)
-    secret.write_text("open-sesame\n")
-    server = start(*_SERVER, *ADMIN, "--admin-token-file", str(secret))
-    agent("edge", server=server)
+    file, secret = tmp_path / "tokens.toml", "open-sesame" * 3
+    file.touch(mode=0o600)
+    agents = f'[[token]]\nid = "edge"\nrole = "agent"\nsecret = "{"x" * 32}"\nagents = ["edge"]\n'
+    file.write_text(f'[[token]]\nid = "ops"\nrole = "admin"\nsecret = "{secret}"\n{agents}')
+    server = start(*_SERVER, *ADMIN, "--token-file", str(file))
+    agent("edge", "--token-file", str(file), "--admin", "off", server=server)
     page = open_page(server)
     page.sees(STATE, "active")
     page.click(BUTTON)
@@ -307,7 +308,7 @@ def test_a_token_is_asked_for_once_and_kept_nowhere_else(
     page.type("wrong")
     page.press("Enter")
     page.sees("#token-error", "That token was not taken.")
-    page.type("open-sesame")
+    page.type(secret)
     page.press("Enter")
     page.sees(STATE, "drained")
     page.click(BUTTON)

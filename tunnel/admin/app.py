@@ -50,7 +50,7 @@ from tunnel.admin.site import (
     text,
     whole_number,
 )
-from tunnel.config import Token, parse_agent_name
+from tunnel.config import parse_agent_name
 from tunnel.errors import ConfigError
 from tunnel.operate import AgentView, DrainView, Operated, OperatedServer, TooLate, is_server
 
@@ -70,12 +70,11 @@ def health_site(operated: Operated, heart: Heart) -> Site:
     return Site(Health(operated, heart).paths(), lambda request: None)
 
 
-def admin_site(
-    operated: Operated, heart: Heart, closing: trio.Event, token: Token | None = None, *, guarded: bool
-) -> Site:
-    """All paths; ``guarded``: turn away who was led here by somebody else's name."""
+def admin_site(operated: Operated, heart: Heart, closing: trio.Event, *, guarded: bool, local: bool) -> Site:
+    """All paths; for ``guarded`` and ``local`` see ``gate.py``."""
     admin = _Server(operated, closing) if is_server(operated) else _Agent(operated, closing)
-    return Site({**Health(operated, heart).paths(), **admin.paths()}, gate(token, guarded=guarded))
+    check = gate(lambda: operated.admins, guarded=guarded, local=local)
+    return Site({**Health(operated, heart).paths(), **admin.paths()}, check)
 
 
 # -- what both programs have

@@ -4,7 +4,7 @@ Rules that hold here:
 
 - On a loopback port only addresses and ``localhost`` are names of this place: a web page that has the browser of
   somebody on this machine come here does so by a name of its own.
-- Looking needs no token.
+- Looking needs no token. Changing needs one where there are any, and always where others than this machine can come.
 
 This file must not know what is asked for.
 """
@@ -13,24 +13,34 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Callable, Sequence
 
 from starlette.requests import Request
 
 from tunnel.admin.site import Gate, Problem
-from tunnel.config import Token
+from tunnel.credentials import Token
 
 _HOST = re.compile(r"\[(?P<v6>[^\]]*)\](:\d+)?|(?P<name>[^:]*)(:\d+)?")
 
 
-def gate(token: Token | None, *, guarded: bool) -> Gate:
-    """What every request has to pass; ``guarded``: only this machine can come here."""
+def gate(admins: Callable[[], Sequence[Token]], *, guarded: bool, local: bool) -> Gate:
+    """What every request has to pass.
+
+    Args:
+        admins: gives the tokens that are taken now.
+        guarded: only a browser on this machine can come here, wherever it was led from.
+        local: only this machine can come here.
+    """
 
     def check(request: Request) -> None:
         if guarded and not is_here(request.headers.get("host", "localhost")):
             raise Problem(421, "misdirected", "this is no name of this place; taken: an IP address, or localhost")
-        if token and request.method not in ("GET", "HEAD", "OPTIONS"):
+        if request.method in ("GET", "HEAD", "OPTIONS"):
+            return
+        tokens = admins()
+        if tokens or not local:
             scheme, _, shown = request.headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not token.matches(shown.strip()):
+            if scheme.lower() != "bearer" or not any(token.is_shown(shown.strip()) for token in tokens):
                 text = "the token is missing or wrong; taken: Authorization: Bearer TOKEN"
                 raise Problem(401, "unauthorized", text, {"www-authenticate": "Bearer"})
 

@@ -30,7 +30,7 @@ from tunnel.address import ListenAddress
 from tunnel.admin.app import LONGEST_WAIT, admin_site, health_site
 from tunnel.admin.heart import Heart
 from tunnel.admin.site import Site
-from tunnel.config import AdminAddress, AdminConfig
+from tunnel.config import AdminConfig
 from tunnel.operate import Operated
 
 _SEND_SECONDS = 10.0  # for a client to take what it is sent
@@ -41,9 +41,10 @@ class Talk:
     """All connections, by their use: ``admin`` or ``health``."""
 
     def __init__(self, operated: Operated, config: AdminConfig, heart: Heart, closing: trio.Event) -> None:
-        guarded = _only_this_machine(config.listen)
+        local = config.listen is not None and config.listen.is_loopback
+        guarded = local and isinstance(config.listen, ListenAddress)
         self._apps = {
-            "admin": _app(admin_site(operated, heart, closing, config.token, guarded=guarded)),
+            "admin": _app(admin_site(operated, heart, closing, guarded=guarded, local=local)),
             "health": _app(health_site(operated, heart)),
         }
         self._config = Config()
@@ -78,11 +79,6 @@ class Talk:
 
 def _app(site: Site) -> ASGIWrapper:
     return ASGIWrapper(cast(ASGIFramework, site))
-
-
-def _only_this_machine(address: AdminAddress | None) -> bool:
-    """Whether a browser on this machine is the only one that could be led here."""
-    return isinstance(address, ListenAddress) and address.is_loopback
 
 
 class _Connection:
