@@ -152,9 +152,9 @@ def pair() -> Pair:
     return Pair()
 
 
-def _acceptor() -> Side:
+def _acceptor(**windows: int) -> Side:
     """An acceptor with one open stream, number 1, whose peer takes WINDOW bytes."""
-    side = Side(opener=False)
+    side = Side(opener=False, **windows)
     side.receive(DialReq(1, "x", 1, WINDOW, 1, {}))
     side.dialled[0][0].accept()
     side.takes()
@@ -572,6 +572,16 @@ def test_credit_goes_back_at_half_a_window() -> None:
     assert side.takes() == [Credit(1, WINDOW // 2)]
     stream.consumed(WINDOW // 2)
     assert side.takes() == [Credit(1, WINDOW // 2)]
+
+
+def test_of_a_large_window_credit_goes_back_a_mib_at_a_time() -> None:
+    side = _acceptor(window=16 << 20)
+    stream = side.dialled[0][0]
+    side.session.receive_data(1, memoryview(bytes(4 << 20)))
+    stream.consumed((1 << 20) - 1)
+    assert side.takes() == []
+    stream.consumed(1)
+    assert side.takes() == [Credit(1, 1 << 20)]
 
 
 def test_bytes_that_nobody_consumed_give_no_credit(pair: Pair) -> None:

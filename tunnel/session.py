@@ -13,7 +13,7 @@ Rules that hold here:
 
 - Only one side of a link opens streams. Ids grow, and are never used again.
 - A sender never has more bytes on their way than the receiver gave credit for; a receiver that sees more ends the
-  link. Credit goes back when a sink says the bytes were *consumed*, half a window at a time.
+  link. Credit goes back when a sink says the bytes were *consumed*, half a window or a MiB at a time.
 - A window that is what bounds its stream doubles, up to a limit and within what the link has to spare. That is so if
   the sink was waiting for bytes, and the peer had used up all its credit before more of it arrived. A PING of the
   stream goes along with the credit to tell: what comes ahead of the PONG was sent without it.
@@ -59,16 +59,22 @@ _MAX_BUFFERS = 512  # per take; systems refuse more than 1024 in one gather list
 _REMEMBERED = 1024  # ids for which a CLOSE was sent lately: their late DATA needs no further answer
 _MAX_CREDIT = 1 << 31
 _MAX_CONTROL = 4 * 1024 * 1024  # bytes of control packets that may wait for a peer that reads nothing
+_RETURNED = 1024 * 1024  # bytes of credit that go back together: what is kept of a large window shall not slow it down
 _PROBE = 0  # the token of a PING that measures a stream
 _LEAST_WINDOW = 16 * 1024  # what a stream gets however many there are
 _NO_BUDGET = 1 << 62
 _PATIENCE = 64  # probes not made because another one's PONG is missing, before that is given up
 
-Frame = tuple[bytes, ...]
+Frame = bytes | tuple[bytes, bytes]
+"""One buffer, or header and payload."""
 OnAnswer = Callable[[DialError | None], None]
 """Told how a dial ended: None is a stream that may be used."""
 Onward = Callable[[Credit | Ping | Pong], None]
 """Takes what is meant for the real end of a stream."""
+
+
+def _size(frame: Frame) -> int:
+    return len(frame) if isinstance(frame, bytes) else len(frame[0]) + len(frame[1])
 
 
 def _check_window(packet: DialReq | DialRsp) -> None:
@@ -121,7 +127,7 @@ class Stream:
     """
 
     __slots__ = (
-        "_answer", "_frames", "_held", "_sink", "_unreturned", "_window_left", "credit", "grown", "id", "lent",
+        "_answer", "_held", "_sink", "_unreturned", "_window_left", "credit", "frame", "frames", "grown", "id", "lent",
         "onward", "received", "sent", "session", "state", "why", "window",
     )  # fmt: skip
 
@@ -139,7 +145,8 @@ class Stream:
         self._unreturned = 0
         self._sink: Sink | None = None
         self._held: bytearray | None = None
-        self._frames: deque[Frame] | None = None
+        self.frame: Frame | None = None  # the next to be sent
+        self.frames: deque[Frame] | None = None  # those behind it: mostly there are none
         self._answer: OnAnswer | None = None
 
     def __repr__(self) -> str:
@@ -200,7 +207,7 @@ class Stream:
         self.credit -= size
         self.sent += size
         header = data_header(self.id, size)
-        self._queue((header + data,) if size < _JOIN_BELOW else (header, data), size + DATA_OVERHEAD)
+        self._queue(header + data if size < _JOIN_BELOW else (header, data), size + DATA_OVERHEAD)
 
     def send_eof(self) -> None:
         """Queue the end of this direction, behind what was sent.
@@ -211,7 +218,7 @@ class Stream:
         if self.state not in _MAY_SEND:
             raise LocalProtocolError(f"cannot send EOF on {self!r}")
         frame = Eof(self.id).encode()
-        self._queue((frame,), len(frame))
+        self._queue(frame, len(frame))
         if self.state is State.OPEN:
             self.state = State.LOCAL_EOF
         else:
@@ -221,24 +228,13 @@ class Stream:
         self.session.queued += size
         if self.onward is not None:
             self.session.passing += size
-        if self._frames is None:
-            self._frames = deque((frame,))
+        if self.frame is None:
+            self.frame = frame
             self.session.ready.append(self)
+        elif self.frames is None:
+            self.frames = deque((frame,))
         else:
-            self._frames.append(frame)
-
-    def next_frame(self) -> Frame | None:
-        """For the session: the next queued frame, if any is left after a reset."""
-        if self._frames is None:
-            return None
-        frame = self._frames.popleft()
-        if self.onward is not None:
-            self.session.passing -= sum(map(len, frame))
-        if self._frames:
-            self.session.ready.append(self)
-        else:
-            self._frames = None
-        return frame
+            self.frames.append(frame)
 
     def reset(self, code: str, text: str) -> None:
         """End both directions now, dropping what is queued. No effect once CLOSED."""
@@ -252,12 +248,12 @@ class Stream:
             self._sink.on_reset(code, text)
 
     def _drop_queue(self) -> None:
-        if self._frames is not None:
-            size = sum(len(buffer) for frame in self._frames for buffer in frame)
+        if self.frame is not None:
+            size = sum(map(_size, (self.frame, *(self.frames or ()))))
             self.session.queued -= size
             if self.onward is not None:
                 self.session.passing -= size
-            self._frames = None
+            self.frame = self.frames = None
 
     # -- receiving
 
@@ -273,9 +269,10 @@ class Stream:
             sink.on_eof()
 
     def consumed(self, size: int) -> None:
-        """So many received bytes are gone for good: give credit back, half a window at a time."""
+        """So many received bytes are gone for good: give credit back, half a window or a MiB at a time."""
         self._unreturned += size
-        if self._unreturned * 2 >= self.window and self.state in _MAY_RECEIVE:
+        due = self._unreturned * 2 >= self.window or self._unreturned >= _RETURNED
+        if due and self.state in _MAY_RECEIVE:
             left, sink_waits = self._window_left, self._window_left + self._unreturned == self.window
             self.give_credit(self._unreturned)
             self._unreturned = 0
@@ -540,15 +537,29 @@ class Session:
             buffers.append(self._control[0] if len(self._control) == 1 else b"".join(self._control))
             self._control.clear()
             self._control_size = 0
-        size = 0
+        taken = 0
         ready = self.ready
-        while ready and size < limit and len(buffers) < _MAX_BUFFERS:
-            frame = ready.popleft().next_frame()
-            if frame is not None:
-                self.frames_sent += 1
+        while ready and taken < limit and len(buffers) < _MAX_BUFFERS:
+            stream = ready.popleft()
+            frame = stream.frame
+            if frame is None:  # it was reset
+                continue
+            if stream.frames:
+                stream.frame = stream.frames.popleft()
+                ready.append(stream)
+            else:
+                stream.frame = stream.frames = None
+            if isinstance(frame, bytes):
+                buffers.append(frame)
+                size = len(frame)
+            else:
                 buffers += frame
-                size += len(frame[0]) if len(frame) == 1 else len(frame[0]) + len(frame[1])
-        self.queued -= size
+                size = len(frame[0]) + len(frame[1])
+            if stream.onward is not None:
+                self.passing -= size
+            self.frames_sent += 1
+            taken += size
+        self.queued -= taken
         return buffers
 
     # -- what was received
