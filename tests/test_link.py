@@ -7,7 +7,7 @@ import hashlib
 import os
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,7 @@ from tunnel.identity import Identity
 from tunnel.link import Link
 from tunnel.session import State
 from tunnel.stream import TunnelStream
-from tunnel.transport import SocketTransport, StreamTransport
+from tunnel.transport import Buffer, SocketTransport, StreamTransport
 
 if TYPE_CHECKING:
     from conftest import LinkPair, MakeLinks, MakeRaw, RawLink, TcpPair
@@ -1025,11 +1025,11 @@ async def test_a_peer_that_takes_nothing_although_much_waits_for_it_is_ended(
     await far.send_all(DialRsp(1, "ok", "", 1 << 30).encode())
     await wait_all_tasks_blocked()
     opened[0].core.send(bytes(600_000))
-    link.flush()  # that much is in the transport's hands
+    link.end_turn()  # that much is in the transport's hands
     for _ in range(2):
         opened[0].core.send(bytes(50_000))
         assert link.why is None
-        link.flush()
+        link.end_turn()
     assert str(link.why) == "the peer does not take the 100032 bytes that wait for it"
     assert link._bounds.hits == {"link_queue": 1}
     await link.ended.wait()
@@ -1042,3 +1042,38 @@ async def test_who_exceeds_its_credit_is_counted(nursery: trio.Nursery, make_raw
     await raw.peer.send(a_dial(1), data_header(1, 2) + b"xx")
     await link.ended.wait()
     assert link._bounds.hits == {"credit": 1}
+
+
+class TestTurns:
+    async def test_what_many_tasks_queue_in_one_turn_goes_out_at_once(
+        self, make_links: MakeLinks, nursery: trio.Nursery
+    ) -> None:
+        links = await make_links("sockets")
+        sent: list[int] = []
+        send_now = links.server._transport.send_now
+
+        def count(buffers: Sequence[Buffer]) -> Sequence[Buffer]:
+            sent.append(sum(map(len, buffers)))
+            return send_now(buffers)
+
+        links.server._transport.send_now = count  # type: ignore[method-assign]
+        for _ in range(20):
+            nursery.start_soon(links.open)
+        await links.server.open_streams.wait_value(20)
+        await wait_all_tasks_blocked()
+        assert len(sent) == 1
+
+    async def test_a_goodbye_does_not_wait_for_the_turn_to_end(self, links: LinkPair) -> None:
+        stream, other = await links.open()
+        stream.core.send(b"last words")
+        await links.server.close("leaving", "gone")
+        await links.agent.ended.wait()
+        assert "gone" in str(links.agent.why)
+        assert other.core.received == len(b"last words")
+
+    async def test_what_is_queued_counts_as_sending_until_the_turn_has_ended(self, links: LinkPair) -> None:
+        stream, _ = await links.open()
+        stream.core.send(b"data")
+        assert links.server.sending
+        await links.server.all_sent()
+        assert not links.server.sending

@@ -10,7 +10,6 @@ Rules that hold here:
   reads nothing can make its link queue is bounded by ``most``, whatever credit it gives.
 - What is about the window of a stream (CREDIT, PING, PONG) passes through to its real end.
 - The bytes of a client that sent EOF before its link ended are delivered, as a socket's are that was closed.
-- Links call ``flush`` when their turn is over, once for all that it put on others.
 
 This file must not know who wants the stream, or where it leads.
 """
@@ -22,7 +21,7 @@ import trio
 from tunnel.errors import LinkLost, StreamReset
 from tunnel.frames import Credit, Ping, Pong
 from tunnel.session import State, Stream
-from tunnel.stream import Outlet, TunnelStream
+from tunnel.stream import TunnelStream
 
 
 class _End:
@@ -42,13 +41,13 @@ class _End:
         most = self.other.session.most_data
         for start in range(0, len(data), most):
             self.other.send(bytes(data[start : start + most]))
-        self.span.touched.add(self.outlet)
+        self.outlet.flush()
 
     def on_eof(self) -> None:
         """Pass it on, behind the bytes before it."""
         self.ended = True
         self.other.send_eof()
-        self.span.touched.add(self.outlet)
+        self.outlet.flush()
         if self.core.state is self.other.state is State.CLOSED:
             self.span.finish()
 
@@ -69,7 +68,7 @@ class _End:
             self.other.give_credit(packet.amount)
         else:
             self.other.session.send_control(type(packet)(self.other.id, packet.token))
-        self.span.touched.add(self.outlet)
+        self.outlet.flush()
 
 
 class _Alone:
@@ -100,10 +99,9 @@ class _Alone:
 class _Span:
     """Both streams, and the task that owns them."""
 
-    __slots__ = ("agent", "client", "error", "finished", "most", "moved", "task", "touched")
+    __slots__ = ("agent", "client", "error", "finished", "most", "moved", "task")
 
-    def __init__(self, touched: set[Outlet], most: int, client: TunnelStream, agent: TunnelStream) -> None:
-        self.touched = touched
+    def __init__(self, most: int, client: TunnelStream, agent: TunnelStream) -> None:
         self.most = most
         self.client = _End(self, client, agent)
         self.agent = _End(self, agent, client)
@@ -125,7 +123,7 @@ class _Span:
             end.other.attach(_Alone(self, end.other))
             return
         end.other.reset(code, text)
-        self.touched.add(end.outlet)
+        end.outlet.flush()
         self.finish(StreamReset(code, text))
 
     @property
@@ -139,7 +137,7 @@ class _Span:
         self.finish(StreamReset(code, text))
         for end in (self.client, self.agent):
             end.core.reset(code, text)
-            self.touched.add(end.outlet)
+            end.outlet.flush()
 
     def finish(self, error: StreamReset | None = None) -> None:
         """Wake the owner."""
@@ -153,33 +151,22 @@ class _Span:
         """The owner was cancelled."""
         self.task = None
         self.give_up("cancelled", "the server was stopped")
-        for end in (self.client, self.agent):
-            end.outlet.flush()
         return trio.lowlevel.Abort.SUCCEEDED
 
 
 class Bridge:
-    """All bridged streams of a server. Its links call ``flush`` when they have read.
+    """All bridged streams of a server.
 
     Args:
         most: bytes of credit that one end of a stream may have at a time.
-
-    Attributes:
-        touched: outlets on which something was queued since.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.touched: set[Outlet] = set()
         self._spans: dict[_Span, None] = {}  # oldest first
 
     def __repr__(self) -> str:
         return f"<Bridge streams={len(self._spans)}>"
-
-    def flush(self) -> None:
-        """Send what was queued."""
-        while self.touched:
-            self.touched.pop().flush()
 
     async def join(self, client: TunnelStream, agent: TunnelStream, window: int) -> None:
         """Accept a client's stream, and carry it over an agent's until both directions have ended.
@@ -190,7 +177,7 @@ class Bridge:
         Raises:
             StreamReset: one of the two was reset, and so is the other now.
         """
-        span = _Span(self.touched, self._most, client, agent)
+        span = _Span(self._most, client, agent)
         self._spans[span] = None
         try:
             await self._carry(span, client, agent, window)
@@ -202,8 +189,8 @@ class Bridge:
         if client.core.credit > window:
             agent.core.give_credit(client.core.credit - window)
         span.attach()
-        self.touched |= {client.outlet, agent.outlet}
-        self.flush()
+        client.outlet.flush()
+        agent.outlet.flush()
         if not span.finished:
             span.task = trio.lowlevel.current_task()
             await trio.lowlevel.wait_task_rescheduled(span.abort)
@@ -217,16 +204,13 @@ class Bridge:
         try:
             while left:
                 left.pop().give_up(code, text)
-                self.flush()
                 await trio.sleep(pause)
         finally:
             for span in left:
                 span.give_up(code, text)
-            self.flush()
 
     def reap(self) -> None:
         """Reset the streams that are half-closed, and on which nothing moved since the last call."""
         for span in list(self._spans):
             if span.stalled:
                 span.give_up("idle", "half-closed, and nothing moved while others were waited for")
-        self.flush()

@@ -8,11 +8,11 @@ keepalive intervals; when ``close`` is called; or when ``run`` is cancelled. The
 
 Rules that hold here:
 
-- The reader never waits for a stream. The send side belongs to ``flush`` while the transport takes bytes at once, and
-  to the writer task from the moment it does not until all is sent. Nothing else touches it.
+- The reader never waits for a stream. The send side belongs to ``end_turn`` while the transport takes bytes at once,
+  and to the writer task from the moment it does not until all is sent. Nothing else touches it.
 - Liveness needs bytes *received*: anything counts.
 - Who asks too often is read more slowly, and ended by nobody for that. Servers are not: others ask through them.
-- Whoever queues something on the session calls ``flush`` afterwards, once for many.
+- Whoever queues something on the session calls ``flush`` afterwards; it goes out when the turn ends.
 
 This file must not know targets, backends, or what the streams are for.
 """
@@ -26,7 +26,7 @@ from typing import Any
 import trio
 from trio_util import AsyncValue
 
-from tunnel import logs
+from tunnel import logs, turns
 from tunnel.bounds import Bounds, Rate
 from tunnel.config import Limits, Timeouts
 from tunnel.errors import (
@@ -72,7 +72,6 @@ class Link:
         on_control: called with packets about the link, such as DRAIN.
         on_linked: called once, when the peer is known and before anything else it sends is looked at.
         on_end: called once, at the moment it is certain that the link ends.
-        on_turn: called whenever all that was received has been dealt with, and when the streams were reset at the end.
 
     Attributes:
         open_streams: how many streams are open or being dialled; wait for 0 to see the link idle.
@@ -94,7 +93,6 @@ class Link:
         on_control: Callable[[Packet], None] = ignore_control,
         on_linked: Callable[[], None] = lambda: None,
         on_end: Callable[[], None] = lambda: None,
-        on_turn: Callable[[], None] = lambda: None,
         bounds: Bounds | None = None,
     ) -> None:
         self.open_streams: AsyncValue[int] = AsyncValue(0)
@@ -105,9 +103,11 @@ class Link:
         self.rtt: float | None = None
         self._pinged = (0, 0.0)  # the token of the last PING, and when it was sent
         self._transport = transport
+        self._turns = turns.of_this_run()
         self._handshake = handshake
         self._limits = limits
         self._timeouts = timeouts
+        self._high_water = limits.high_water
         self._bounds = bounds or Bounds(limits, trio.current_time)
         self._pings, self._dials = Rate(self._bounds, "ping_rate"), Rate(self._bounds, "dial_rate")
         self._frames_sent = 0  # when pings were looked at last
@@ -116,7 +116,6 @@ class Link:
         self._on_control = on_control
         self._on_linked = on_linked
         self._on_end = on_end
-        self._on_turn = on_turn
         self.session = Session(
             opener=False,
             window=limits.first_window,
@@ -211,7 +210,6 @@ class Link:
     async def _bury(self) -> None:
         self._end(LinkStopped("this side was stopped"))
         self.session.end(LinkLost.code, str(self.why))
-        self._on_turn()
         self._room()
         try:
             if self._farewell:
@@ -243,7 +241,7 @@ class Link:
             self._farewell = why or LinkStopped(text)
             self._patience = trio.current_time() + seconds
             self.session.send_control(Close(0, code, text))
-            self.flush()
+            self.end_turn()
             with trio.CancelScope(deadline=self._patience, shield=self._linked.is_set()):
                 await self._idle.wait()
             self._end(self._farewell)
@@ -253,35 +251,47 @@ class Link:
     @property
     def congested(self) -> bool:
         """Whether so much DATA is queued that sockets of this link should not be read now."""
-        return self.session.own_queued > self._limits.high_water
+        session = self.session
+        return session.queued - session.passing > self._high_water
 
     def when_room(self, call: Callable[[], None]) -> None:
         """Have ``call`` called once, when the queue is down to half the high-water mark or the link has ended."""
         self._waiting[call] = None
 
-    def _room(self) -> None:
-        if self._waiting and (self.why or self.session.own_queued * 2 <= self._limits.high_water):
-            calls, self._waiting = self._waiting, {}
-            for call in calls:
-                call()
+    def _room(self) -> bool:
+        """Tell those who wait, if there is room; whether there was anybody."""
+        if not self._waiting or not (self.why or self.session.own_queued * 2 <= self._limits.high_water):
+            return False
+        calls, self._waiting = self._waiting, {}
+        for call in calls:
+            call()
+        return True
 
     @property
     def sending(self) -> bool:
         """Whether something is queued that the transport has not taken yet."""
-        return not self._idle.is_set()
+        return not self._idle.is_set() or (self.why is None and self.session.has_output)
 
     async def all_sent(self) -> None:
         """Wait until not ``sending``, or the link has ended."""
         while self.sending:
+            self.end_turn()
             await self._idle.wait()
 
     def flush(self) -> None:
-        """Send what the session has to send, as far as the transport takes it now; the writer task does the rest."""
+        """Have what is queued sent when this turn ends."""
+        self._turns.at_end(self)
+
+    def end_turn(self) -> bool:
+        """Send what the session has to send, as far as the transport takes it now; the writer task does the rest.
+
+        Whether that has woken a task.
+        """
         if self.why:
-            return
+            return False
         if self._blocked.is_set():
-            self._check_queue()
-            return
+            return self._check_queue()
+        woken = False
         try:
             while True:
                 while self.session.has_output:
@@ -289,18 +299,21 @@ class Link:
                     if self._unsent:
                         self._idle = trio.Event()
                         self._blocked.set()
-                        return
-                self._room()
-                if not self.session.has_output:  # unless those who had waited brought something
-                    return
+                        return True
+                if not self._room():  # otherwise those who had waited may have brought something
+                    return woken
+                woken = True
         except BROKEN as error:
             self._end(LinkClosed(f"the link broke: {error}"))
+            return True
 
-    def _check_queue(self) -> None:
+    def _check_queue(self) -> bool:
         """Whoever takes nothing, although bytes were let through for it, must not make this side keep too many."""
-        if self.session.queued > self._limits.link_queue:
-            self._hit("link_queue")
-            self._end(LinkClosed(f"the peer does not take the {self.session.queued} bytes that wait for it"))
+        if self.session.queued <= self._limits.link_queue:
+            return False
+        self._hit("link_queue")
+        self._end(LinkClosed(f"the peer does not take the {self.session.queued} bytes that wait for it"))
+        return True
 
     async def _write(self) -> None:
         while True:
@@ -320,7 +333,6 @@ class Link:
                 self._heard = True
                 self._decoder.received(count)
                 self.flush()
-                self._on_turn()
                 if self.session.pings or self.session.dials:
                     await self._slow_down()
             self._end(LinkClosed("the peer closed the connection"))

@@ -3,7 +3,7 @@
 The cost of a tunnel is per operation, not per byte. So one task owns one selector with every local socket in it, and
 waits for that selector; a connection's own task is parked in ``join`` and runs again only when it is over.
 
-    local socket --read--> stream.send --------(flushed once per round)--------> link
+    local socket --read--> stream.send ---------(sent once per turn)---------> link
     link --on_data, where it is parsed--> local socket, or ``pending`` where the kernel takes no more
 
 Rules that hold here:
@@ -28,18 +28,19 @@ import socket
 import struct
 import sys
 import termios
+from collections import deque
 from typing import Protocol
 
 import trio
 
 from tunnel import logs
 from tunnel.errors import StreamReset
-from tunnel.stream import Outlet, TunnelStream
+from tunnel.stream import TunnelStream
 
 log = logs.get_logger(__name__)
 
 _LEAST, _MOST = 8 * 1024, 256 * 1024  # bytes read at once: doubles while reads come back full
-_ROUND = 256  # sockets handled between two flushes
+_ROUND = 256  # sockets handled in one turn
 _RST_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER on, for zero seconds
 _CHUNK = 64 * 1024
 _TICK = 0.02  # seconds between two looks at what is being cut
@@ -143,7 +144,7 @@ class _Joint:
         self.core = stream.core
         self.outlet = stream.outlet
         self.early = early
-        self.pending: bytearray | None = None
+        self.pending: deque[bytearray] | None = None
         self.most = min(_MOST, self.core.session.most_data)
         self.size = min(_LEAST, self.most)
         self.mask = -1  # not watched
@@ -171,24 +172,12 @@ class _Joint:
 
     def readable(self) -> None:
         """Read once, as much as may be sent now."""
-        credit = self.core.credit
-        if not credit:  # on_credit brings us back
-            self.watch(reading=False)
-        elif self.outlet.congested:
-            self.watch(reading=False)
-            self.outlet.when_room(self.resume)
-        elif self.early:
-            self._send_early()
-        else:
-            self._read(min(self.size, credit))
-
-    def _send_early(self) -> None:
-        while self.early and (size := min(self.core.credit, self.most)):
-            data, self.early = self.early[:size], self.early[size:]
-            self.core.send(data)
-        self.board.touched.add(self.outlet)
-
-    def _read(self, size: int) -> None:
+        core, size = self.core, self.size
+        if core.credit < size:
+            size = core.credit
+        if not size or self.early or self.outlet.congested:
+            self._cannot_read()
+            return
         try:
             data = self.sock.recv(size)
         except BlockingIOError:
@@ -196,16 +185,36 @@ class _Joint:
         except OSError as error:
             self.broke(error)
             return
-        self.board.touched.add(self.outlet)
-        if not data:
+        self.outlet.flush()
+        if data:
+            core.send(data)
+            self._adapt(len(data))
+        else:
             self.read_done = True
-            self.core.send_eof()
+            core.send_eof()
             self._after_eof()
-            return
-        self.core.send(data)
-        if len(data) == self.size:
+
+    def _cannot_read(self) -> None:
+        """Not now, that is: there is something else to send first, or no room for more."""
+        if not self.core.credit:  # on_credit brings us back
+            self.watch(reading=False)
+        elif self.outlet.congested:
+            self.watch(reading=False)
+            self.outlet.when_room(self.resume)
+        else:
+            self._send_early()
+
+    def _send_early(self) -> None:
+        while self.early and (size := min(self.core.credit, self.most)):
+            data, self.early = self.early[:size], self.early[size:]
+            self.core.send(data)
+        self.outlet.flush()
+
+    def _adapt(self, read: int) -> None:
+        """So many bytes were there: how many may be there next time?"""
+        if read == self.size:
             self.size = min(self.size * 2, self.most)
-        elif len(data) * 4 < self.size and self.size > _LEAST:
+        elif read * 4 < self.size and self.size > _LEAST:
             self.size //= 2
 
     def _after_eof(self) -> None:
@@ -238,7 +247,7 @@ class _Joint:
         if self.finished:
             return
         if self.pending is not None:
-            self.pending += data
+            self._keep(self.pending, data)
             return
         try:
             sent = self.sock.send(data)
@@ -250,24 +259,34 @@ class _Joint:
         if sent:
             self.core.consumed(sent)
         if sent < len(data):
-            self.pending = bytearray(data[sent:])
+            self.pending = deque((bytearray(data[sent:]),))
             self.watch(reading=self.reading)
+
+    def _keep(self, pending: deque[bytearray], data: memoryview) -> None:
+        """In pieces: one large buffer would be moved again and again, and small pieces cost more than they hold."""
+        if len(pending[-1]) + len(data) <= _CHUNK:
+            pending[-1] += data
+        else:
+            pending.append(bytearray(data))
 
     def writable(self) -> None:
         """Write some of what was kept."""
         if self.pending is None:
             return
+        head = self.pending[0]
         try:
-            with memoryview(self.pending) as view, view[:_MOST] as head:
-                sent = self.sock.send(head)
+            sent = self.sock.send(head)
         except BlockingIOError:
             return
         except OSError as error:
             self.broke(error)
             return
-        del self.pending[:sent]
+        if sent < len(head):
+            del head[:sent]
+        else:
+            self.pending.popleft()
         self.core.consumed(sent)
-        self.board.touched.add(self.outlet)
+        self.outlet.flush()
         if not self.pending:
             self.pending = None
             if self.eof_due:
@@ -316,7 +335,7 @@ class _Joint:
     def give_up(self, code: str, text: str) -> None:
         """Reset both sides."""
         self.core.reset(code, text)
-        self.board.touched.add(self.outlet)
+        self.outlet.flush()
         self.finish(StreamReset(code, text))
 
     def cut(self, code: str, text: str) -> None:
@@ -324,7 +343,7 @@ class _Joint:
         if not self.finished:
             self.cutting = True
             self.core.reset(code, text)
-            self.board.touched.add(self.outlet)
+            self.outlet.flush()
             self.watch(reading=False)
 
     @property
@@ -357,20 +376,14 @@ class _Joint:
         """The owner was cancelled."""
         self.task = None
         self.give_up("cancelled", "this side was stopped")
-        self.outlet.flush()
         return trio.lowlevel.Abort.SUCCEEDED
 
 
 class Switchboard:
-    """All plain local sockets of a process. ``run`` must be running while ``join`` is used.
-
-    Attributes:
-        touched: outlets on which something was queued in this round.
-    """
+    """All plain local sockets of a process. ``run`` must be running while ``join`` is used."""
 
     def __init__(self, poller: Poller | None = None) -> None:
         self.poller = poller or _new_poller()
-        self.touched: set[Outlet] = set()
         self._joints: dict[int, _Joint] = {}
 
     def __repr__(self) -> str:
@@ -390,16 +403,13 @@ class Switchboard:
             if joint is None:  # finished earlier in this round
                 continue
             try:
-                joint.ready(ready)
+                if ready == READ and joint.reading:
+                    joint.readable()
+                else:
+                    joint.ready(ready)
             except Exception:  # a fault of ours: it ends this connection, not all of them
                 log.exception("fault in a connection", stream=joint.core)
                 joint.give_up("protocol", "internal fault")
-        self._flush()
-
-    def _flush(self) -> None:
-        touched = self.touched
-        while touched:
-            touched.pop().flush()
 
     def add(self, joint: _Joint, mask: int) -> None:
         """Watch a socket."""
@@ -424,7 +434,6 @@ class Switchboard:
         stream.core.attach(joint)
         if not joint.finished:
             joint.resume()
-        self.touched.discard(stream.outlet)
         stream.outlet.flush()
         if not joint.finished:
             joint.task = trio.lowlevel.current_task()
@@ -445,7 +454,6 @@ class Switchboard:
                     joint.cut(code, text)
                 cutting += left[:batch]
                 del left[:batch]
-                self._flush()
                 for joint in cutting:
                     if joint.delivered:
                         joint.finish(StreamReset(code, text))
@@ -454,14 +462,12 @@ class Switchboard:
         finally:
             for joint in (*left, *cutting):
                 joint.give_up(code, text)
-            self._flush()
 
     def reap(self) -> None:
         """Reset the streams that are half-closed, and on which nothing moved since the last call."""
         for joint in list(self._joints.values()):
             if joint.stalled:
                 joint.give_up("idle", "half-closed, and nothing moved while others were waited for")
-        self._flush()
 
 
 _board: trio.lowlevel.RunVar[Switchboard] = trio.lowlevel.RunVar("tunnel.relay")

@@ -317,7 +317,6 @@ class Server:
             on_control=lambda packet: self._control(backend, packet),
             on_linked=lambda: self._linked(backend, seat),
             on_end=lambda: self._ended(backend),
-            on_turn=self._bridge.flush,
             bounds=self.bounds,
         )
         self._links[link] = handshake

@@ -34,7 +34,7 @@ class Outlet(Protocol):
         """Whether more is queued than should be; who can wait, should."""
 
     def flush(self) -> None:
-        """Send what is queued, as far as that goes without waiting."""
+        """Have what is queued sent when this turn of the loop ends."""
 
     def when_room(self, call: Callable[[], None]) -> None:
         """Have ``call`` called, once, when ``congested`` is over or the way out is gone."""
@@ -131,6 +131,8 @@ class TunnelStream(trio.abc.HalfCloseableStream):
             with memoryview(data).cast("B") as rest:
                 start = 0
                 while start < len(rest):
+                    if start:  # others have their turn, and what is queued goes out
+                        await trio.lowlevel.checkpoint()
                     await self._room()
                     size = min(_CHUNK, self.core.credit, self.core.session.most_data, len(rest) - start)
                     self.core.send(bytes(rest[start : start + size]))
