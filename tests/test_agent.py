@@ -114,8 +114,9 @@ class RawServer:
         self._packets: list[Packet] = []
 
     async def accept(self) -> Packet:
-        """Take the agent's next connection; its HELLO."""
+        """Take the agent's next connection; its HELLO. What the last one had not been asked for is forgotten."""
         self.stream = await self._listener.accept()
+        self._packets.clear()
         self._decoder = Decoder(Limits().body, self._packets.append, self._count)
         return await self.next()
 
