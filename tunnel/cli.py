@@ -286,7 +286,7 @@ _servers = option(
 _own_token = token_file("Holds the token that it shows to servers.")
 
 
-@program.command("forward")
+@program.command("forward", short_help="Listen on local ports that lead to targets.")
 @click.argument("forwards", type=_forward, metavar="LISTEN=TARGET[@AGENT]...", nargs=-1, required=True)
 @_servers
 @_own_token
@@ -315,7 +315,7 @@ def _forward_ports(
     raise SystemExit(programs.run_forwarder(config, forwards))
 
 
-@program.command("connect")
+@program.command("connect", short_help="Connect standard input and output to a target.")
 @click.argument("target", type=DESTINATION, metavar="TARGET[@AGENT]")
 @_servers
 @_own_token

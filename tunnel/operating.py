@@ -176,12 +176,12 @@ def _check(file: str, json: bool) -> None:
     raise SystemExit(operator_cli.check(found, json))
 
 
-@click.group("token", cls=OperatingGroup)
+@click.group("token", cls=OperatingGroup, short_help="Make tokens, for proving who one is.")
 def _token() -> None:
     """Make tokens, with which agents, clients and operators prove who they are."""
 
 
-@_token.command("new")
+@_token.command("new", short_help="Print a new token.")
 @click.argument("token_id", metavar="ID")
 @option("--role", type=click.Choice(["agent", "client", "admin"]), required=True, help="Who is to have it.")
 @option("--agent", multiple=True, metavar="NAME", help=f"Of an agent: what it may call itself, like edge-*. {SEVERAL}")
