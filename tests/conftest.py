@@ -10,6 +10,7 @@ Rules that hold here:
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import struct
 from collections import deque
@@ -32,6 +33,12 @@ from tunnel.transport import SocketTransport, StreamTransport, Transport
 # A loaded machine is slow now and then, and the first example may have tables to load: neither is a fault.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Two for each processor: what tests of whole programs do is mostly to wait."""
+    return 2 * (os.cpu_count() or 1)
+
 
 SERVER, AGENT = Identity("server", "server"), Identity("agent", "agent")
 _LIMITS, _TIMEOUTS = Limits(), Timeouts()

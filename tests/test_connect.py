@@ -12,6 +12,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from tunnel import turns
 from tunnel.connect import Connector
 from tunnel.errors import Denied, DialTimeout, DnsError, Refused, Unreachable
 from tunnel.patterns import Pattern, Rules
@@ -248,40 +249,46 @@ class TestRules:
             assert sock.getpeername() == ("127.0.0.1", port)
 
 
+def descriptors() -> int:
+    """How many are open, that of this run's poller among them."""
+    turns.of_this_run()
+    return len(os.listdir("/proc/self/fd"))
+
+
 @needs_proc
 class TestNothingStaysOpen:
     async def test_when_a_connect_is_cancelled(self, blackhole: tuple[str, int]) -> None:
-        before = os.listdir("/proc/self/fd")
+        before = descriptors()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(Connector().connect, *blackhole)
             await wait_all_tasks_blocked()
-            assert len(os.listdir("/proc/self/fd")) == len(before) + 1
+            assert descriptors() == before + 1
             nursery.cancel_scope.cancel()
-        assert len(os.listdir("/proc/self/fd")) == len(before)
+        assert descriptors() == before
 
     async def test_when_connects_to_several_addresses_are_cancelled(
         self, monkeypatch: pytest.MonkeyPatch, blackhole: tuple[str, int]
     ) -> None:
         resolving(monkeypatch, blackhole, blackhole, blackhole)
-        before = os.listdir("/proc/self/fd")
+        before = descriptors()
         with trio.move_on_after(0.4):  # two have begun
             await Connector().connect("three", 80)
-        assert len(os.listdir("/proc/self/fd")) == len(before)
+        assert descriptors() == before
 
     async def test_when_one_of_several_addresses_answers(
         self, monkeypatch: pytest.MonkeyPatch, port: int, blackhole: tuple[str, int], closed_port: int
     ) -> None:
         resolving(monkeypatch, blackhole, ("127.0.0.1", closed_port), ("127.0.0.1", port))
         await arrives(Connector(), "three", 80)
-        before = os.listdir("/proc/self/fd")
+        before = descriptors()
         await arrives(Connector(), "three", 80)
-        assert len(os.listdir("/proc/self/fd")) == len(before)
+        assert descriptors() == before
 
     async def test_when_the_caller_is_cancelled_as_it_succeeds(
         self, monkeypatch: pytest.MonkeyPatch, port: int
     ) -> None:
         resolving(monkeypatch, ("127.0.0.1", port), ("127.0.0.2", port))
-        before = os.listdir("/proc/self/fd")
+        before = descriptors()
         connect = socket.socket.connect_ex
 
         def cancel_and_connect(sock: socket.socket, address: tuple[str, int]) -> int:
@@ -292,14 +299,14 @@ class TestNothingStaysOpen:
         with trio.CancelScope() as scope:
             await Connector().connect("two", 80)
         assert scope.cancelled_caught
-        assert len(os.listdir("/proc/self/fd")) == len(before)
+        assert descriptors() == before
 
     async def test_when_no_one_listens(self, closed_port: int) -> None:
-        before = os.listdir("/proc/self/fd")
+        before = descriptors()
         for _ in range(20):
             with pytest.raises(Refused):
                 await Connector().connect("127.0.0.1", closed_port)
-        assert len(os.listdir("/proc/self/fd")) == len(before)
+        assert descriptors() == before
 
 
 class TestStalledResolver:

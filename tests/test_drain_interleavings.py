@@ -52,7 +52,7 @@ from tunnel.listen import Handler, Spawn
 from tunnel.pools import BackendState
 from tunnel.server import Server
 from tunnel.stream import TunnelStream
-from tunnel.transport import Buffer, Room
+from tunnel.transport import Buffer, Room, Take
 
 ACTIVE, DRAINING, FINAL, GONE = BackendState
 SERVERS, AGENTS = ("s0", "s1"), ("a0", "a1", "a2")
@@ -133,7 +133,13 @@ class Wire:
     def _due(self) -> float:
         return self._arriving[0][0] if self._arriving and not self.blocked else math.inf
 
-    async def receive_into(self, room: Room) -> int:
+    async def receive(self, room: Room, take: Take) -> bool:
+        while count := await self._receive(room):
+            if not take(count):
+                return True
+        return False
+
+    async def _receive(self, room: Room) -> int:
         await trio.lowlevel.checkpoint()
         while self._due > trio.current_time():
             with trio.move_on_at(self._due):
@@ -165,8 +171,7 @@ class Wire:
         self.parting = True
         self.other._put(b"")
         scratch = memoryview(bytearray(1 << 16))
-        while await self.receive_into(lambda: scratch):
-            pass
+        await self.receive(lambda: scratch, lambda count: True)
 
     async def aclose(self) -> None:
         self.close()

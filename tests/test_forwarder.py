@@ -11,7 +11,7 @@ import trio
 from house import PROMPT, House, Service, descriptors, echo, ended, forward, open_house, receive_all, talks
 from trio.testing import wait_all_tasks_blocked
 
-from tunnel import programs
+from tunnel import programs, turns
 from tunnel.address import ListenAddress, Target
 from tunnel.config import ClientConfig, Forward
 from tunnel.forwarder import Forwarder
@@ -159,6 +159,7 @@ async def test_a_port_in_use_ends_the_start_and_closes_what_was_opened(house: Ho
             forward(Target("x", 1)),
             Forward(ListenAddress("127.0.0.1", taken.getsockname()[1]), Target("x", 1)),
         ]
+        turns.of_this_run()  # has a descriptor itself
         before = descriptors()
         with pytest.RaisesGroup(BindError, flatten_subgroups=True):
             await Forwarder(ClientConfig((house.closed_port(),)), forwards).life.run()

@@ -18,9 +18,11 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from tunnel import turns
 from tunnel.config import Limits
 from tunnel.errors import StreamReset
-from tunnel.relay import SelectorPoller, Switchboard, pump
+from tunnel.poller import SelectorPoller
+from tunnel.relay import Switchboard, pump
 from tunnel.session import State
 from tunnel.stream import Outlet, TunnelStream
 
@@ -119,10 +121,6 @@ def _as_stream(sock: socket.socket) -> trio.SocketStream:
 MakeRelay = Callable[..., Awaitable[Relay]]
 
 
-def _board(kind: str) -> Switchboard:
-    return Switchboard(SelectorPoller(selectors.DefaultSelector()) if kind == "selector" else None)
-
-
 @pytest.fixture(params=KINDS)
 def way(request: pytest.FixtureRequest) -> str:
     """Who carries the bytes."""
@@ -130,12 +128,14 @@ def way(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def make_relay(make_links: MakeLinks, nursery: trio.Nursery, tcp_pair: TcpPair) -> MakeRelay:
+def make_relay(
+    make_links: MakeLinks, nursery: trio.Nursery, tcp_pair: TcpPair, monkeypatch: pytest.MonkeyPatch
+) -> MakeRelay:
     async def make(way: str, *, buffers: int | None = None, limits: Limits = _LIMITS) -> Relay:
+        if way == "selector":
+            monkeypatch.setattr(turns, "new_poller", lambda: SelectorPoller(selectors.DefaultSelector()))
         links = await make_links("sockets", buffers=buffers, limits=limits)
-        boards = [] if way in PUMPS else [_board(way), _board(way)]
-        for board in boards:
-            await nursery.start(board.run)
+        boards = [] if way in PUMPS else [Switchboard(), Switchboard()]
         return Relay(links, way, boards, nursery, tcp_pair, buffers)
 
     return make
@@ -400,7 +400,7 @@ class TestRelay:
                 await fine.client.send_all(b"x" * 1000)
                 assert await read_exactly(fine.client, 1000) == b"x" * 1000
             for board in relay.boards:
-                for joint in board._joints.values():
+                for joint in board._joints:
                     kept = sum(map(len, joint.pending or ()))
                     assert kept <= joint.core.window <= Limits().window
                     assert len(joint.pending or ()) <= 2 + kept // (32 * 1024)  # small pieces are kept together
@@ -517,14 +517,15 @@ class TestPaused:
         await there.client.aclose()  # ... and so does the client: hung up, with bytes left to read
         await wait_all_tasks_blocked(0.01)
         rounds = 0
-        counted = relay.boards[0]._round
+        (joint,) = relay.boards[0]._joints
 
-        def count() -> None:
+        def count(events: int) -> None:
             nonlocal rounds
             rounds += 1
-            counted()
 
-        relay.boards[0]._round = count  # type: ignore[method-assign]
+        watcher = joint.turns._watchers.get(joint.fd)
+        if watcher is not None:
+            watcher.ready = count  # type: ignore[method-assign]
         for _ in range(100):
             await trio.lowlevel.checkpoint()
         await wait_all_tasks_blocked(0.01)
@@ -560,32 +561,12 @@ class TestPaused:
 
 
 class TestSwitchboard:
-    async def test_a_board_that_was_stopped_still_lets_its_connections_end(
-        self, make_links: MakeLinks, tcp_pair: TcpPair
-    ) -> None:
-        board, links = Switchboard(), await make_links("sockets")
-        one, other = await links.open()
-        _, sock = tcp_pair()
-        side = Side(one)
-        async with trio.open_nursery() as nursery:
-            async with trio.open_nursery() as background:
-                await background.start(board.run)
-                nursery.start_soon(side.run, board.join, sock, b"")
-                await wait_all_tasks_blocked()
-                background.cancel_scope.cancel()
-            other.reset("reset", "gone")
-            await side.done.wait()
-        assert side.error
-
-    async def test_a_join_after_the_board_was_stopped_ends_with_a_reset(
+    async def test_a_join_that_is_cancelled_at_once_ends_with_a_reset(
         self, make_links: MakeLinks, tcp_pair: TcpPair, was_reset: Broken
     ) -> None:
         """As happens when all is cancelled at once, while a dial has just been answered."""
         board, links = Switchboard(), await make_links("sockets")
         one, other = await links.open()
-        async with trio.open_nursery() as background:
-            await background.start(board.run)
-            background.cancel_scope.cancel()
         client, sock = tcp_pair()
         with trio.CancelScope() as scope:
             scope.cancel()
@@ -609,7 +590,7 @@ class TestSwitchboard:
         def fault(data: bytes) -> None:
             raise RuntimeError("a fault of ours")
 
-        joint = next(joint for joint in relay.boards[0]._joints.values() if joint.core is doomed.near.stream.core)
+        joint = next(joint for joint in relay.boards[0]._joints if joint.core is doomed.near.stream.core)
         joint.core = _Faulty(joint.core)  # type: ignore[assignment]
         await doomed.client.send_all(b"x")
         await sees_reset(doomed.client, was_reset)
@@ -660,7 +641,7 @@ class _FakeJoint:
 
 def _with(joints: list[_FakeJoint]) -> Switchboard:
     board = Switchboard()
-    board._joints = cast("dict[int, Any]", dict(enumerate(joints)))
+    board._joints = cast("dict[Any, None]", dict.fromkeys(joints))
     return board
 
 
@@ -758,7 +739,7 @@ class TestCut:
         there = await relay.connect()
         await wait_all_tasks_blocked(0.01)
         outlet = _FullOutlet(there.near.stream.outlet)
-        (joint,) = relay.boards[0]._joints.values()
+        (joint,) = relay.boards[0]._joints
         joint.outlet = outlet
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_pour, there.target, MIB)

@@ -32,7 +32,7 @@ from house import (
 from trio.testing import MockClock, wait_all_tasks_blocked
 from trio_util import AsyncValue
 
-from tunnel import programs
+from tunnel import programs, turns
 from tunnel.address import ListenAddress, Target
 from tunnel.agent import AgentState
 from tunnel.backends import Backend
@@ -112,6 +112,7 @@ async def test_a_port_in_use_ends_the_start_and_closes_what_was_opened(use: str)
         address = ListenAddress("127.0.0.1", taken.getsockname()[1])
         taken_one = (Forward(address, Target("x", 1)),) if use == "forwards" else address
         config: dict[str, Any] = {"listen": LOOPBACK, "connect": LOOPBACK, use: taken_one}
+        turns.of_this_run()  # has a descriptor itself
         before = descriptors()
         with pytest.RaisesGroup(BindError, flatten_subgroups=True):
             await Server(ServerConfig(**config)).run()

@@ -19,7 +19,7 @@ Ends = tuple[Transport, Transport]
 
 
 @pytest.fixture
-def ends(kind: str, tcp_pair: TcpPair) -> Ends:
+async def ends(kind: str, tcp_pair: TcpPair) -> Ends:
     if kind == "memory":
         one, other = memory_stream_pair()
         return StreamTransport(one), StreamTransport(other)
@@ -29,8 +29,24 @@ def ends(kind: str, tcp_pair: TcpPair) -> Ends:
 
 async def receive_all(transport: Transport) -> bytes:
     received, scratch = bytearray(), memoryview(bytearray(16 * 1024))
-    while count := await transport.receive_into(lambda: scratch):
-        received += scratch[:count]
+
+    def take(count: int) -> bool:
+        received.extend(scratch[:count])
+        return True
+
+    assert not await transport.receive(lambda: scratch, take)
+    return bytes(received)
+
+
+async def receive_once(transport: Transport, size: int) -> bytes:
+    """What is there, up to so many bytes."""
+    view, received = memoryview(bytearray(size)), bytearray()
+
+    def take(count: int) -> bool:
+        received.extend(view[:count])
+        return False
+
+    await transport.receive(lambda: view, take)
     return bytes(received)
 
 
@@ -61,20 +77,53 @@ async def test_everything_arrives_in_order(ends: Ends) -> None:
 
 async def test_receiving_stops_at_the_size_of_the_view(ends: Ends) -> None:
     await ends[0].send([b"abcdef"])
-    view = memoryview(bytearray(4))
-    assert await ends[1].receive_into(lambda: view) == 4
-    assert bytes(view) == b"abcd"
+    assert await receive_once(ends[1], 4) == b"abcd"
 
 
-async def test_the_end_is_zero_bytes(ends: Ends) -> None:
+async def test_the_end_is_no_bytes(ends: Ends) -> None:
     await ends[0].aclose()
-    assert await ends[1].receive_into(lambda: memoryview(bytearray(8))) == 0
+    assert await receive_once(ends[1], 8) == b""
+
+
+async def test_what_is_not_taken_any_more_is_there_later(ends: Ends) -> None:
+    await ends[0].send([b"abcdefgh"])
+    view, taken = memoryview(bytearray(2)), bytearray()
+
+    def take(count: int) -> bool:
+        taken.extend(view[:count])
+        return len(taken) < 4
+
+    assert await ends[1].receive(lambda: view, take)
+    assert taken == b"abcd"
+    await ends[0].aclose()
+    assert await receive_all(ends[1]) == b"efgh"
+
+
+async def test_what_taking_raises_is_raised(ends: Ends) -> None:
+    await ends[0].send([b"abc"])
+    view = memoryview(bytearray(2))
+
+    def take(count: int) -> bool:
+        raise ValueError(count)
+
+    with pytest.raises(ValueError, match="2"):
+        await ends[1].receive(lambda: view, take)
+    await ends[0].aclose()
+    assert await receive_all(ends[1]) == b"c"
+
+
+async def test_a_receive_that_is_cancelled_has_taken_nothing(ends: Ends) -> None:
+    with trio.move_on_after(0):
+        await receive_once(ends[1], 8)
+    await ends[0].send([b"abc"])
+    await ends[0].aclose()
+    assert await receive_all(ends[1]) == b"abc"
 
 
 async def test_closing_wakes_whoever_receives(ends: Ends) -> None:
     async def receive() -> None:
         with pytest.raises(BROKEN):
-            await ends[0].receive_into(lambda: memoryview(bytearray(8)))
+            await receive_once(ends[0], 8)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(receive)
@@ -117,7 +166,7 @@ async def test_a_reset_connection_is_broken(tcp_pair: TcpPair) -> None:
     right.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     right.close()
     with pytest.raises(BROKEN):
-        await SocketTransport(left).receive_into(lambda: memoryview(bytearray(8)))
+        await receive_once(SocketTransport(left), 8)
 
 
 async def test_lingering_lets_a_peer_that_still_sends_read_everything(tcp_pair: TcpPair) -> None:
@@ -145,7 +194,7 @@ async def test_lingering_on_a_broken_connection_is_over_at_once(tcp_pair: TcpPai
     await SocketTransport(left).linger()
 
 
-def test_a_socket_sends_small_packets_at_once(tcp_pair: TcpPair) -> None:
+async def test_a_socket_sends_small_packets_at_once(tcp_pair: TcpPair) -> None:
     left, _ = tcp_pair()
     left.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
     SocketTransport(left)

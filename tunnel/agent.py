@@ -143,7 +143,6 @@ class Agent:
 
     async def start(self, life: Lifecycle) -> None:
         """See ``lifecycle.Program``."""
-        await life.background.start(self._board.run)
         life.background.start_soon(self.secure.run)
         life.background.start_soon(self._watch_drain)
         life.accepting.start_soon(self.sync.run, life.background)

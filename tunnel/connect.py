@@ -21,9 +21,11 @@ from typing import Any
 
 import trio
 
+from tunnel import turns
 from tunnel.address import Target
 from tunnel.errors import AddressError, Denied, DialError, DialTimeout, DnsError, Refused, Unreachable
 from tunnel.patterns import Rules
+from tunnel.poller import WRITE
 
 _HEAD_START = 0.25
 _ANYWHERE = Rules()
@@ -122,7 +124,7 @@ async def _connect_one(where: Address) -> socket.socket:
         code = sock.connect_ex(address)
         if code == errno.EINPROGRESS:
             if not _is_connected(sock):  # on loopback it usually is by now
-                await trio.lowlevel.wait_writable(sock)
+                await turns.of_this_run().ready(sock.fileno(), WRITE)
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if not code and sock.getsockname() == sock.getpeername():
             code = errno.ECONNREFUSED  # no one listens, and the system chose that very port for our own end

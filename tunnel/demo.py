@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import trio
 
+from tunnel import turns
 from tunnel.address import ListenAddress, Target
 from tunnel.agent import Agent, AgentState
 from tunnel.config import AgentConfig, ServerConfig
@@ -228,7 +229,7 @@ def run() -> int:
     """Play the demo; the exit code."""
     code = 1
     try:
-        code = trio.run(_main)
+        code = trio.run(_main, clock=turns.Clock())
     except* KeyboardInterrupt:
         code = 130
     except* BrokenPipeError:  # nobody reads any more; nor may the interpreter try to flush at its end

@@ -57,7 +57,6 @@ class Forwarder:
 
     async def start(self, life: Lifecycle) -> None:
         """See ``lifecycle.Program``."""
-        await life.background.start(self._board.run)
         await life.background.start(self.client.run)
         front_ends = FrontEnds(self._dial, self._board, Book(), self._bounds, self._config.timeouts)
         for forward in self._forwards:

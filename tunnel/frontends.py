@@ -19,7 +19,7 @@ from functools import partial
 
 import trio
 
-from tunnel import logs
+from tunnel import logs, turns
 from tunnel.address import Target
 from tunnel.backends import Backends
 from tunnel.book import Book
@@ -31,6 +31,7 @@ from tunnel.errors import CUT, ConfigError, Denied, DialError, DialProtocolError
 from tunnel.frames import DialReq
 from tunnel.http_connect import ESTABLISHED, BadRequest, ConnectRequest, Head
 from tunnel.listen import Handler, source_of
+from tunnel.poller import READ
 from tunnel.relay import Switchboard, close_with_reset
 from tunnel.session import State
 from tunnel.stream import Dialling, TunnelStream
@@ -106,7 +107,7 @@ class FrontEnds:
         started = False
         with trio.move_on_after(self._timeouts.head):
             while True:
-                await trio.lowlevel.wait_readable(sock)
+                await turns.of_this_run().ready(sock.fileno(), READ)
                 try:
                     data = sock.recv(_READ)
                 except BlockingIOError:
@@ -226,6 +227,6 @@ async def _refuse(sock: socket.socket, reply: bytes) -> None:
         sock.send(reply)
         sock.shutdown(socket.SHUT_WR)
         while True:
-            await trio.lowlevel.wait_readable(sock)
+            await turns.of_this_run().ready(sock.fileno(), READ)
             if not sock.recv(_READ):
                 return

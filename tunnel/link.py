@@ -111,7 +111,8 @@ class Link:
         self._bounds = bounds or Bounds(limits, trio.current_time)
         self._pings, self._dials = Rate(self._bounds, "ping_rate"), Rate(self._bounds, "dial_rate")
         self._frames_sent = 0  # when pings were looked at last
-        self._slowed = False  # nothing is read, for a while
+        self._pause = 0.0  # seconds for which nothing is to be read
+        self._slowed = False  # nothing is read just now
         self._on_dial = on_dial
         self._on_control = on_control
         self._on_linked = on_linked
@@ -282,38 +283,34 @@ class Link:
         """Have what is queued sent when this turn ends."""
         self._turns.at_end(self)
 
-    def end_turn(self) -> bool:
-        """Send what the session has to send, as far as the transport takes it now; the writer task does the rest.
-
-        Whether that has woken a task.
-        """
+    def end_turn(self) -> None:
+        """Send what the session has to send, as far as the transport takes it now; the writer task does the rest."""
         if self.why:
-            return False
+            return
         if self._blocked.is_set():
-            return self._check_queue()
-        woken = False
+            self._check_queue()
+            return
         try:
-            while True:
-                while self.session.has_output:
-                    self._unsent = self._transport.send_now(self.session.take(_TAKE))
-                    if self._unsent:
-                        self._idle = trio.Event()
-                        self._blocked.set()
-                        return True
-                if not self._room():  # otherwise those who had waited may have brought something
-                    return woken
-                woken = True
+            while self._send_all() and self._room():  # those who had waited may have brought something
+                pass
         except BROKEN as error:
             self._end(LinkClosed(f"the link broke: {error}"))
-            return True
 
-    def _check_queue(self) -> bool:
-        """Whoever takes nothing, although bytes were let through for it, must not make this side keep too many."""
-        if self.session.queued <= self._limits.link_queue:
-            return False
-        self._hit("link_queue")
-        self._end(LinkClosed(f"the peer does not take the {self.session.queued} bytes that wait for it"))
+    def _send_all(self) -> bool:
+        """Whether the transport took everything."""
+        while self.session.has_output:
+            self._unsent = self._transport.send_now(self.session.take(_TAKE))
+            if self._unsent:
+                self._idle = trio.Event()
+                self._blocked.set()
+                return False
         return True
+
+    def _check_queue(self) -> None:
+        """Whoever takes nothing, although bytes were let through for it, must not make this side keep too many."""
+        if self.session.queued > self._limits.link_queue:
+            self._hit("link_queue")
+            self._end(LinkClosed(f"the peer does not take the {self.session.queued} bytes that wait for it"))
 
     async def _write(self) -> None:
         while True:
@@ -329,12 +326,10 @@ class Link:
 
     async def _read(self) -> None:
         try:
-            while count := await self._transport.receive_into(self._decoder.buffer):
-                self._heard = True
-                self._decoder.received(count)
-                self.flush()
-                if self.session.pings or self.session.dials:
-                    await self._slow_down()
+            while await self._transport.receive(self._decoder.buffer, self._received):
+                self._slowed = True
+                await trio.sleep(self._pause)
+                self._slowed = False
             self._end(LinkClosed("the peer closed the connection"))
         except HandshakeRefused as error:
             await self.close(error.code, error.text, error)
@@ -347,19 +342,26 @@ class Link:
         peer = {"peer": self.peer.name} if self.peer else {}
         self._bounds.hit(bound, **peer, address=self.address)
 
-    async def _slow_down(self) -> None:
-        """Read nothing for as long as it takes until the peer may ask again. A PING with each frame is free."""
+    def _received(self, count: int) -> bool:
+        """Take so many bytes from the decoder's buffer; whether to read on without a pause."""
+        self._heard = True
+        self._decoder.received(count)
+        self.flush()
+        return not (self.session.pings or self.session.dials) or self._may_ask_on()
+
+    def _may_ask_on(self) -> bool:
+        """Whether the peer has not asked too often; else, in how many seconds it may again. A PING with each frame is
+        free.
+        """
         session, frames = self.session, self.session.frames_sent - self._frames_sent
         pings, dials = max(0, session.pings - min(frames, self._limits.ping_rate)), session.dials
         session.pings = session.dials = 0
         self._frames_sent = session.frames_sent
         if self.peer is not None and self.peer.role != "server":
             who = {"peer": self.peer.name, "address": self.address}
-            seconds = max(self._pings.spend(pings, **who), self._dials.spend(dials, **who))
-            if seconds:
-                self._slowed = True
-                await trio.sleep(seconds)
-                self._slowed = False
+            self._pause = max(self._pings.spend(pings, **who), self._dials.spend(dials, **who))
+            return not self._pause
+        return True
 
     def _shake_hands(self, packet: Packet) -> None:
         if self.why is not None:  # it came with the bytes that were received last

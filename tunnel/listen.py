@@ -16,18 +16,20 @@ import contextlib
 import errno
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import trio
 
-from tunnel import logs
+from tunnel import logs, turns
 from tunnel.address import ListenAddress
 from tunnel.bounds import Crowd
 from tunnel.errors import TunnelError
+from tunnel.poller import READ
 
 log = logs.get_logger(__name__)
 
 _BACKLOG = 4096  # the system lowers it to its own bound
-_BATCH = 64  # accepted between two chances for other tasks
+_BATCH = 8  # accepted in one turn: what few connections ask for goes out while the next are accepted
 _PAUSE = 0.1  # seconds after the system had no resources for one more connection
 _QUIET = 60.0  # seconds between two log lines about that
 _SHORTAGE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -100,13 +102,13 @@ async def accept(listener: socket.socket, handler: Handler, spawn: Spawn) -> Non
     with listener:
         try:
             while True:
-                await trio.lowlevel.wait_readable(listener)
-                shortage = _accept_batch(listener, handler, spawn)
-                if shortage is not None:
-                    if trio.current_time() - complained >= _QUIET:
-                        complained = trio.current_time()
-                        log.warning("cannot accept", address=_spelled(listener), cause=shortage.strerror)
-                    await trio.sleep(_PAUSE)
+                shortage = await turns.of_this_run().serve(
+                    listener.fileno(), READ, partial(_accept_batch, listener, handler, spawn)
+                )
+                if trio.current_time() - complained >= _QUIET:
+                    complained = trio.current_time()
+                    log.warning("cannot accept", address=_spelled(listener), cause=shortage.strerror)
+                await trio.sleep(_PAUSE)
         finally:
             _accept_batch(listener, handler, spawn, most=_BACKLOG)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from tunnel import logs
+from tunnel import logs, turns
 from tunnel.errors import first_of
 from tunnel.listen import BindError
 from tunnel.signals import live
@@ -111,7 +111,7 @@ def _run(main: Live) -> int:
     _raise_descriptors()
     code = EXIT_CANNOT_START
     try:
-        code = trio.run(main)
+        code = trio.run(main, clock=turns.Clock())
     except* BindError as group:
         log.error("cannot start", cause=first_of(group))
     return code

@@ -1,7 +1,7 @@
-"""The switchboard: moves bytes between local sockets and streams of links, all sockets of a process in one task.
+"""The switchboard: moves bytes between local sockets and streams of links, without a task.
 
-The cost of a tunnel is per operation, not per byte. So one task owns one selector with every local socket in it, and
-waits for that selector; a connection's own task is parked in ``join`` and runs again only when it is over.
+The cost of a tunnel is per operation, not per byte. So every local socket is served by calls (``turns.py``); a
+connection's own task is parked in ``join`` and runs again only when it is over.
 
     local socket --read--> stream.send ---------(sent once per turn)---------> link
     link --on_data, where it is parsed--> local socket, or ``pending`` where the kernel takes no more
@@ -22,88 +22,26 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import math
-import select
-import selectors
 import socket
 import struct
 import sys
 import termios
 from collections import deque
-from typing import Protocol
 
 import trio
 
-from tunnel import logs
+from tunnel import logs, turns
 from tunnel.errors import StreamReset
+from tunnel.poller import HUNG_UP, READ, WRITE
 from tunnel.stream import TunnelStream
 
 log = logs.get_logger(__name__)
 
 _LEAST, _MOST = 8 * 1024, 256 * 1024  # bytes read at once: doubles while reads come back full
-_ROUND = 256  # sockets handled in one turn
 _RST_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER on, for zero seconds
 _CHUNK = 64 * 1024
 _TICK = 0.02  # seconds between two looks at what is being cut
 _SO_NWRITE = 0x1024  # macOS's number, which Python does not name
-
-READ, WRITE, HUNG_UP = 1, 4, 8 | 16  # as epoll numbers them
-
-
-class Poller(Protocol):
-    """A level-triggered selector whose own descriptor can be waited for."""
-
-    def fileno(self) -> int:
-        """Readable while any watched socket is ready."""
-
-    def register(self, fd: int, mask: int) -> None:
-        """Watch a socket."""
-
-    def modify(self, fd: int, mask: int) -> None:
-        """Watch it for something else. A mask of 0 still reports HUNG_UP where the system can."""
-
-    def unregister(self, fd: int) -> None:
-        """Watch it no more."""
-
-    def poll(self, timeout: float, most: int) -> list[tuple[int, int]]:
-        """Sockets and what they are ready for."""
-
-
-class SelectorPoller:
-    """The same over the standard library's selectors, for systems without epoll."""
-
-    def __init__(self, selector: selectors.BaseSelector) -> None:
-        self._selector = selector
-
-    def fileno(self) -> int:
-        """See ``Poller``."""
-        return self._selector.fileno()  # type: ignore[attr-defined, no-any-return]  # kqueue and epoll have one
-
-    def register(self, fd: int, mask: int) -> None:
-        """See ``Poller``."""
-        self.modify(fd, mask)
-
-    def modify(self, fd: int, mask: int) -> None:
-        """See ``Poller``. With a mask of 0 nothing is reported until the next call."""
-        events = (selectors.EVENT_READ if mask & READ else 0) | (selectors.EVENT_WRITE if mask & WRITE else 0)
-        self.unregister(fd)
-        if events:
-            self._selector.register(fd, events)
-
-    def unregister(self, fd: int) -> None:
-        """See ``Poller``."""
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(fd)
-
-    def poll(self, timeout: float, most: int) -> list[tuple[int, int]]:
-        """See ``Poller``."""
-        return [
-            (key.fd, (READ if events & selectors.EVENT_READ else 0) | (WRITE if events & selectors.EVENT_WRITE else 0))
-            for key, events in self._selector.select(timeout)[:most]
-        ]
-
-
-def _new_poller() -> Poller:
-    return select.epoll() if hasattr(select, "epoll") else SelectorPoller(selectors.DefaultSelector())
 
 
 def close_with_reset(sock: socket.socket) -> None:
@@ -134,11 +72,12 @@ class _Joint:
 
     __slots__ = (
         "board", "core", "cutting", "early", "eof_due", "error", "fd", "finished", "mask", "most", "moved", "outlet",
-        "pending", "read_done", "reading", "size", "sock", "task",
+        "pending", "read_done", "reading", "size", "sock", "task", "turns",
     )  # fmt: skip
 
     def __init__(self, board: Switchboard, sock: socket.socket, stream: TunnelStream, early: bytes) -> None:
         self.board = board
+        self.turns = turns.of_this_run()
         self.sock = sock
         self.fd = sock.fileno()
         self.core = stream.core
@@ -159,6 +98,9 @@ class _Joint:
 
     def ready(self, events: int) -> None:
         """What the poller reported."""
+        if events == READ and self.reading:  # mostly
+            self.readable()
+            return
         if events & WRITE:
             self.writable()
         if self.finished:
@@ -167,6 +109,11 @@ class _Joint:
             self.readable()
         elif events & HUNG_UP:
             self.hung_up()
+
+    def fault(self) -> None:
+        """A fault of ours: it ends this connection, not all of them."""
+        log.exception("fault in a connection", stream=self.core)
+        self.give_up("protocol", "internal fault")
 
     # -- local socket -> stream
 
@@ -235,9 +182,9 @@ class _Joint:
         mask = (READ if reading else 0) | (WRITE if self.pending is not None else 0)
         if mask != self.mask and not self.finished:
             if self.mask < 0:
-                self.board.add(self, mask)
+                self.turns.watch(self.fd, mask, self)
             else:
-                self.board.poller.modify(self.fd, mask)
+                self.turns.watch_for(self.fd, mask)
             self.mask = mask
 
     # -- stream -> local socket
@@ -325,7 +272,7 @@ class _Joint:
         if code:
             self.broke(OSError(code, "the connection broke"))
         else:  # closed in both directions, with bytes left to read: do not ask again before there is credit
-            self.board.poller.unregister(self.fd)
+            self.turns.unwatch(self.fd)
             self.mask = -1
 
     def broke(self, error: OSError) -> None:
@@ -364,6 +311,7 @@ class _Joint:
         self.finished = True
         self.error = error
         self.pending = None
+        self.turns.unwatch(self.fd)
         self.board.remove(self)
         if error is None:
             self.sock.close()
@@ -380,46 +328,17 @@ class _Joint:
 
 
 class Switchboard:
-    """All plain local sockets of a process. ``run`` must be running while ``join`` is used."""
+    """All plain local sockets of a process, or of a part of it."""
 
-    def __init__(self, poller: Poller | None = None) -> None:
-        self.poller = poller or _new_poller()
-        self._joints: dict[int, _Joint] = {}
+    def __init__(self) -> None:
+        self._joints: dict[_Joint, None] = {}
 
     def __repr__(self) -> str:
         return f"<Switchboard sockets={len(self._joints)}>"
 
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Move bytes until cancelled."""
-        task_status.started()
-        while True:
-            await trio.lowlevel.wait_readable(self.poller.fileno())
-            self._round()
-
-    def _round(self) -> None:
-        joints = self._joints
-        for fd, ready in self.poller.poll(0, _ROUND):
-            joint = joints.get(fd)
-            if joint is None:  # finished earlier in this round
-                continue
-            try:
-                if ready == READ and joint.reading:
-                    joint.readable()
-                else:
-                    joint.ready(ready)
-            except Exception:  # a fault of ours: it ends this connection, not all of them
-                log.exception("fault in a connection", stream=joint.core)
-                joint.give_up("protocol", "internal fault")
-
-    def add(self, joint: _Joint, mask: int) -> None:
-        """Watch a socket."""
-        self._joints[joint.fd] = joint
-        self.poller.register(joint.fd, mask)
-
     def remove(self, joint: _Joint) -> None:
-        """Do not watch it any more."""
-        if self._joints.pop(joint.fd, None) is not None and joint.mask >= 0:
-            self.poller.unregister(joint.fd)
+        """For a connection that is over."""
+        self._joints.pop(joint, None)
 
     async def join(self, sock: socket.socket, stream: TunnelStream, early: bytes = b"") -> None:
         """Carry bytes both ways until both directions have ended, then close ``sock``.
@@ -431,6 +350,7 @@ class Switchboard:
             StreamReset: one of the two was reset, and so is the other now.
         """
         joint = _Joint(self, sock, stream, early)
+        self._joints[joint] = None
         stream.core.attach(joint)
         if not joint.finished:
             joint.resume()
@@ -446,7 +366,7 @@ class Switchboard:
 
         Resets, not ends: nobody shall take half of something for the whole. If cancelled, the rest is reset at once.
         """
-        left, cutting = list(self._joints.values()), list[_Joint]()
+        left, cutting = list(self._joints), list[_Joint]()
         batch = math.ceil(len(left) * 2 * _TICK / seconds) if seconds else len(left)
         try:
             while left or cutting:
@@ -465,7 +385,7 @@ class Switchboard:
 
     def reap(self) -> None:
         """Reset the streams that are half-closed, and on which nothing moved since the last call."""
-        for joint in list(self._joints.values()):
+        for joint in list(self._joints):
             if joint.stalled:
                 joint.give_up("idle", "half-closed, and nothing moved while others were waited for")
 
@@ -480,7 +400,6 @@ def _shared_board() -> Switchboard:
     except LookupError:
         board = Switchboard()
         _board.set(board)
-        trio.lowlevel.spawn_system_task(board.run)
         return board
 
 

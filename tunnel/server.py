@@ -124,7 +124,6 @@ class Server:
 
     async def start(self, life: Lifecycle) -> None:
         """See ``lifecycle.Program``."""
-        await life.background.start(self._board.run)
         life.background.start_soon(self.secure.run)
         takes_user = self._takes_user if self._users else None
         front_ends = FrontEnds(self._dial, self._board, self.book, self.bounds, self.config.timeouts, takes_user)

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import trio
 
+from tunnel import turns
 from tunnel.address import Target
 from tunnel.client import running
 from tunnel.config import ClientConfig
@@ -106,7 +107,7 @@ def run(config: ClientConfig, target: Target, agent: str | None) -> int:
     """
     _fill_standard_streams()
     try:
-        trio.run(_carry, config, target, agent)
+        trio.run(_carry, config, target, agent, clock=turns.Clock())
     except DialError as error:
         _complain(f"{target}: {error.text} ({error.code})")
         return error.exit_code

@@ -23,7 +23,7 @@ import trio
 
 from tunnel.certificates import ServerContext, binding_of
 from tunnel.errors import LinkClosed
-from tunnel.transport import BROKEN, Buffer, Room, SocketTransport
+from tunnel.transport import BROKEN, Buffer, Room, SocketTransport, Take
 
 _CHUNK = 64 * 1024
 _LAST_WORD = 1.0  # seconds that a peer has for hearing why the handshake failed
@@ -68,18 +68,40 @@ class TlsTransport:
                 await self._flush()
                 return self._tls.getpeercert(binary_form=True) or b""
 
-    async def receive_into(self, room: Room) -> int:
+    async def receive(self, room: Room, take: Take) -> bool:
         """See ``Transport``. Where what came makes no whole record yet, ``room`` is asked for again."""
-        while True:
-            view = room()
-            try:
-                return self._tls.read(len(view), view)  # type: ignore[return-value]  # into any buffer: how many
-            except ssl.SSLWantReadError:
-                await self._fill()
-            except ssl.SSLEOFError:
-                return 0
-            except ssl.SSLError as error:
-                raise trio.BrokenResourceError(_text(error)) from error
+        chunk = memoryview(b"")
+        on = self._hand_over(room, take)
+
+        def fresh() -> memoryview:
+            nonlocal chunk
+            chunk = memoryview(bytearray(_CHUNK))  # for this time only: links are many, and most of them idle
+            return chunk
+
+        def decrypt(count: int) -> bool:
+            nonlocal on
+            self._incoming.write(chunk[:count])
+            on = self._hand_over(room, take)
+            return on is None
+
+        if on is None and not await self._socket.receive(fresh, decrypt):
+            self._incoming.write_eof()
+            on = self._hand_over(room, take)
+        return bool(on)
+
+    def _hand_over(self, room: Room, take: Take) -> bool | None:
+        """What came already and makes whole records: as ``receive``, but None to go on."""
+        try:
+            while count := self._tls.read(len(view := room()), view):
+                if not take(int(count)):
+                    return True
+        except ssl.SSLWantReadError:
+            return None
+        except ssl.SSLEOFError:
+            pass
+        except ssl.SSLError as error:
+            raise trio.BrokenResourceError(_text(error)) from error
+        return False
 
     def send_now(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
         """See ``Transport``. Takes nothing: what was encrypted could not be given back."""
@@ -107,10 +129,13 @@ class TlsTransport:
             await self._socket.send([data])
 
     async def _fill(self) -> None:
-        chunk = memoryview(bytearray(_CHUNK))  # for this time only: links are many, and most of them idle
-        if count := await self._socket.receive_into(lambda: chunk):
+        chunk = memoryview(bytearray(_CHUNK))
+
+        def once(count: int) -> bool:
             self._incoming.write(chunk[:count])
-        else:
+            return False
+
+        if not await self._socket.receive(lambda: chunk, once):
             self._incoming.write_eof()
 
 

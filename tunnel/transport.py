@@ -4,7 +4,8 @@ Rules that hold here:
 
 - ``send_now`` never waits. A plain socket takes what the kernel takes; TLS and trio streams take nothing, and their
   bytes go through ``send``. Either way what was not taken is returned, so a frame is never torn.
-- Only one task is in ``receive_into``, and only one in ``send``.
+- Receiving needs no task for what comes: a plain socket's bytes are handed over by calls (``turns.py``).
+- Only one task is in ``receive``, and only one in ``send``.
 - Errors of the transport are ``OSError`` or ``trio.BrokenResourceError``; ``BROKEN`` names both.
 
 This file must not know packets, sessions or links.
@@ -19,9 +20,14 @@ from typing import Protocol
 
 import trio
 
+from tunnel import turns
+from tunnel.poller import READ
+
 Buffer = bytes | memoryview
 Room = Callable[[], memoryview]
 """Where received bytes go; asked for when they are there, and used before anything else runs."""
+Take = Callable[[int], bool]
+"""Told how many bytes are in the room; whether to go on."""
 
 BROKEN = (OSError, trio.BrokenResourceError, trio.ClosedResourceError)
 
@@ -41,8 +47,12 @@ class Transport(Protocol):
     peer: str
     binding: bytes
 
-    async def receive_into(self, room: Room) -> int:
-        """Wait for bytes, then ask for ``room()`` and put them there; how many, 0 at the end. Raises ``BROKEN``."""
+    async def receive(self, room: Room, take: Take) -> bool:
+        """Whenever bytes come, ask for ``room()``, put them there, and tell ``take``, until that says no more.
+
+        False if it was the peer that ended. Raises ``BROKEN``, and what ``take`` raises. If cancelled, what was not
+        taken can be received later.
+        """
 
     def send_now(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
         """Send what goes without waiting; what did not go. Raises ``BROKEN``."""
@@ -79,6 +89,7 @@ class SocketTransport:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._turns = turns.of_this_run()
         self.peer = _peer_of(sock)
         self.binding = b""
         with contextlib.suppress(OSError):  # some systems refuse it once the peer has gone
@@ -86,14 +97,20 @@ class SocketTransport:
         with contextlib.suppress(OSError):  # a hint: keeps what waits in our queue, where control packets overtake
             sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _NOTSENT_BYTES)
 
-    async def receive_into(self, room: Room) -> int:
+    async def receive(self, room: Room, take: Take) -> bool:
         """See ``Transport``."""
-        while True:
-            await trio.lowlevel.wait_readable(self._sock)
+        recv_into = self._sock.recv_into
+
+        def receive() -> bool | None:
             try:
-                return self._sock.recv_into(room())
+                count = recv_into(room())
             except BlockingIOError:
-                continue
+                return None
+            if not count:
+                return False
+            return None if take(count) else True
+
+        return await self._turns.serve(self._sock.fileno(), READ, receive)
 
     def send_now(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
         """See ``Transport``."""
@@ -119,11 +136,11 @@ class SocketTransport:
         with contextlib.suppress(*BROKEN):
             self._sock.shutdown(socket.SHUT_WR)
             scratch = memoryview(bytearray(64 * 1024))
-            while await self.receive_into(lambda: scratch):
-                pass
+            await self.receive(lambda: scratch, lambda count: True)
 
     async def aclose(self) -> None:
         """See ``Transport``."""
+        self._turns.closing(self._sock.fileno())
         trio.lowlevel.notify_closing(self._sock)
         self._sock.close()
 
@@ -137,14 +154,16 @@ class StreamTransport:
         self.binding = b""
         self._over = b""  # received, but there was no room
 
-    async def receive_into(self, room: Room) -> int:
+    async def receive(self, room: Room, take: Take) -> bool:
         """See ``Transport``."""
-        data = self._over or bytes(await self._stream.receive_some(_CHUNK))
-        view = room()[: len(data)]
-        size = len(view)
-        view[:] = data[:size]
-        self._over = data[size:]
-        return size
+        while data := self._over or bytes(await self._stream.receive_some(_CHUNK)):
+            view = room()[: len(data)]
+            size = len(view)
+            view[:] = data[:size]
+            self._over = data[size:]
+            if not take(size):
+                return True
+        return False
 
     def send_now(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
         """See ``Transport``."""

@@ -1,64 +1,269 @@
-"""What is done at the end of each turn of the loop: when all tasks that could run have run, and before trio waits.
+"""What is done in a turn of the loop without a task: sockets that are served by calls, and what is due at its end.
 
-Whatever was queued in a turn, by whomever, goes out together: one system call for a link, not one for each task.
+A task that waits for a socket costs a switch, a wake-up and a system call each time. Bytes need none of that: whoever
+moves them is called when its socket is ready. What was queued meanwhile, by whomever, goes out together: one system
+call for a link, not one for each that has something to send.
+
+Who waits depends on the clock that trio was started with, and nothing else does:
+
+    ``Clock``      trio asks it how long to wait. It serves until there is something for trio to do; then: not at all.
+    any other      trio waits, for the poller's own descriptor too; a task of the system serves when it is ready.
 
 Rules that hold here:
 
 - What is due is done once, whoever asked for it and how often. It is called between tasks, and does not wait.
-- trio has made up its mind how long to wait by then: what is done says whether somebody has to run now.
-- A fault in one thing that is due costs the others nothing.
+- trio may have made up its mind how long to wait by then: whoever has woken a task sees to it that it runs now.
+- In a long turn what is due is done every few sockets, so that the other end of a link works at the same time.
+- A fault in one thing that is due, or served, costs the others nothing.
 
-This file must not know what is done.
+This file must not know what is done, or what the sockets are for.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import time
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 import trio
 
 from tunnel import logs
+from tunnel.poller import READ, Poller, new_poller
 
 log = logs.get_logger(__name__)
+
+T = TypeVar("T")
+_ROUND = 256  # sockets served before trio's tasks have their turn
+_TOGETHER = 16  # sockets served before what they queued goes out
+_LONGEST = 3600.0  # seconds of one wait, which may be asked to be endless
 
 
 class Due(Protocol):
     """Something that may have something to do when a turn ends."""
 
-    def end_turn(self) -> bool:
-        """Do it; whether that has woken a task."""
+    def end_turn(self) -> None:
+        """Do it."""
+
+
+class Watcher(Protocol):
+    """Whoever is called for a socket."""
+
+    def ready(self, events: int) -> None:
+        """What the poller reported; it may be old news by now."""
+
+    def fault(self) -> None:
+        """``ready`` raised what is handled just now: a fault of ours, which must cost nobody else anything."""
 
 
 class Turns(trio.abc.Instrument):
-    """The turns of one run of trio; see ``of_this_run``."""
+    """The turns of one run of trio; see ``of_this_run``.
 
-    def __init__(self, token: trio.lowlevel.TrioToken) -> None:
+    Args:
+        selector: the descriptor of what trio itself waits with, if ``wait`` is going to be called.
+    """
+
+    def __init__(self, token: trio.lowlevel.TrioToken, poller: Poller, selector: int | None = None) -> None:
         self._token = token
+        self._poller = poller
+        self._selector = selector
+        self._watchers: dict[int, Watcher] = {}
         self._due: dict[Due, None] = {}
+        self._woken = False  # a task was, in this turn
+        self._waited = False  # ``wait`` was called in this turn
+        if selector is not None:
+            poller.register(selector, READ)
+
+    # -- sockets
+
+    def watch(self, fd: int, mask: int, watcher: Watcher) -> None:
+        """Have ``watcher`` called when the socket, which nobody is called for, is ready for what the mask says."""
+        self._poller.register(fd, mask)
+        self._watchers[fd] = watcher
+
+    def watch_for(self, fd: int, mask: int) -> None:
+        """From now on only for this."""
+        self._poller.modify(fd, mask)
+
+    def unwatch(self, fd: int) -> None:
+        """Call nobody any more; to be done before the socket is closed."""
+        if self._watchers.pop(fd, None) is not None:
+            self._poller.unregister(fd)
+
+    async def serve(self, fd: int, mask: int, call: Callable[[], T | None]) -> T:
+        """Have ``call`` called whenever the socket is ready, until it gives anything but None: that is returned.
+
+        What it raises is raised here. If this is cancelled, it is not called any more.
+
+        Raises:
+            trio.ClosedResourceError: ``closing`` was called.
+        """
+        service = _Service(self, fd, call)
+        self.watch(fd, mask, service)
+        await trio.lowlevel.wait_task_rescheduled(service.abort)
+        return service.outcome()
+
+    async def ready(self, fd: int, mask: int) -> None:
+        """Wait until the socket is ready for what the mask says."""
+        await self.serve(fd, mask, _true)
+
+    def closing(self, fd: int) -> None:
+        """The socket is going to be closed: whoever waits in ``serve`` for it is told."""
+        service = self._watchers.get(fd)
+        if isinstance(service, _Service):
+            service.over(error=trio.ClosedResourceError("another task closed this socket"))
+
+    def _serve(self, events: list[tuple[int, int]]) -> bool:
+        """Call whom it concerns; whether trio has something too."""
+        trio_too = False
+        for count, (fd, ready) in enumerate(events, 1):
+            watcher = self._watchers.get(fd)
+            if watcher is None:  # it went away earlier in this round
+                trio_too |= fd == self._selector
+                continue
+            try:
+                watcher.ready(ready)
+            except Exception:  # a fault of ours
+                watcher.fault()
+            if not count % _TOGETHER:
+                self._do()
+        self._do()
+        return trio_too
+
+    # -- what is due
 
     def at_end(self, due: Due) -> None:
         """Have it called when this turn ends."""
         self._due[due] = None
 
-    def before_io_wait(self, timeout: float) -> None:
-        """See ``trio.abc.Instrument``."""
-        if self._due and self._do() and timeout:
-            self._token.run_sync_soon(_nothing)  # trio does not wait then
-
-    def _do(self) -> bool:
-        woken = False
+    def _do(self) -> None:
         while self._due:
             due, self._due = self._due, {}
             for each in due:
                 try:
-                    woken |= each.end_turn()
+                    each.end_turn()
                 except Exception:  # a fault of ours
                     log.exception("fault at the end of a turn")
-        return woken
+
+    # -- the loop
+
+    async def run(self) -> None:
+        """Serve, where it is trio that waits."""
+        while True:
+            await trio.lowlevel.wait_readable(self._poller.fileno())
+            self._serve(self._poller.poll(0, _ROUND))
+
+    def wait(self, seconds: float) -> None:
+        """Serve until there is something for trio to do, or for so long."""
+        self._waited = True
+        self._woken = False
+        self._do()
+        left = min(seconds, _LONGEST)
+        end = time.perf_counter() + left
+        while not self._woken and not self._serve(self._poller.poll(max(0.0, left), _ROUND)):
+            left = end - time.perf_counter()
+            if left <= 0:
+                return
+
+    def task_scheduled(self, task: trio.lowlevel.Task) -> None:
+        """See ``trio.abc.Instrument``."""
+        self._woken = True
+
+    def before_io_wait(self, timeout: float) -> None:
+        """See ``trio.abc.Instrument``."""
+        if self._waited:
+            self._waited = False
+        elif self._selector is not None:  # tasks are busy: sockets have their turn nevertheless
+            self._do()
+            self._serve(self._poller.poll(0, _ROUND))
+        elif self._due:
+            self._woken = False
+            self._do()
+            if self._woken and timeout:
+                self._token.run_sync_soon(_nothing)  # trio does not wait then
+
+
+class _Service(Generic[T]):
+    """A socket that is served while a task is parked. The task is woken by a result, or by an error."""
+
+    __slots__ = ("_call", "_error", "_fd", "_result", "_task", "_turns")
+
+    def __init__(self, turns: Turns, fd: int, call: Callable[[], T | None]) -> None:
+        self._turns = turns
+        self._fd = fd
+        self._call = call
+        self._task = trio.lowlevel.current_task()
+        self._result: T | None = None
+        self._error: Exception | None = None
+
+    def ready(self, events: int) -> None:
+        """See ``Watcher``."""
+        try:
+            result = self._call()
+        except Exception as error:  # it is raised where it belongs
+            self.over(error=error)
+        else:
+            if result is not None:
+                self.over(result)
+
+    def fault(self) -> None:
+        """See ``Watcher``. ``ready`` does not raise."""
+
+    def over(self, result: T | None = None, error: Exception | None = None) -> None:
+        """Wake the task."""
+        self._turns.unwatch(self._fd)
+        self._result, self._error = result, error
+        trio.lowlevel.reschedule(self._task)
+
+    def abort(self, _: object) -> trio.lowlevel.Abort:
+        """The task was cancelled."""
+        self._turns.unwatch(self._fd)
+        return trio.lowlevel.Abort.SUCCEEDED
+
+    def outcome(self) -> T:
+        """What the task is woken for."""
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None  # noqa: S101  # for the type checker
+        return self._result
+
+
+class Clock(trio.abc.Clock):
+    """Time as trio's own clock has it. trio asks it how long to wait; it does the waiting itself, see above."""
+
+    def __init__(self) -> None:
+        self.turns: Turns | None = None
+
+    def start_clock(self) -> None:
+        """See ``trio.abc.Clock``."""
+
+    def current_time(self) -> float:
+        """See ``trio.abc.Clock``."""
+        return time.perf_counter()
+
+    def deadline_to_sleep_time(self, deadline: float) -> float:
+        """See ``trio.abc.Clock``."""
+        if self.turns is None:
+            return deadline - time.perf_counter()
+        self.turns.wait(deadline - time.perf_counter())
+        return 0.0
 
 
 def _nothing() -> None:
     """Only to run."""
+
+
+def _true() -> bool:
+    return True
+
+
+def _selector_of_trio() -> int | None:
+    """The descriptor of what trio waits with. It has no public name but for kqueue; None where it is not found."""
+    try:
+        if hasattr(trio.lowlevel, "current_kqueue"):
+            return int(trio.lowlevel.current_kqueue().fileno())
+        return int(trio._core._run.GLOBAL_RUN_CONTEXT.runner.io_manager._epoll.fileno())
+    except AttributeError:
+        return None
 
 
 _turns: trio.lowlevel.RunVar[Turns] = trio.lowlevel.RunVar("tunnel.turns")
@@ -69,7 +274,18 @@ def of_this_run() -> Turns:
     try:
         return _turns.get()
     except LookupError:
-        turns = Turns(trio.lowlevel.current_trio_token())
-        trio.lowlevel.add_instrument(turns)
+        turns = _start()
         _turns.set(turns)
         return turns
+
+
+def _start() -> Turns:
+    clock, token = trio.lowlevel.current_clock(), trio.lowlevel.current_trio_token()
+    selector = _selector_of_trio() if isinstance(clock, Clock) else None
+    turns = Turns(token, new_poller(), selector)
+    trio.lowlevel.add_instrument(turns)
+    if isinstance(clock, Clock) and selector is not None:
+        clock.turns = turns
+    else:
+        trio.lowlevel.spawn_system_task(turns.run)
+    return turns
