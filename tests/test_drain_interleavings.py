@@ -52,7 +52,7 @@ from tunnel.listen import Handler, Spawn
 from tunnel.pools import BackendState
 from tunnel.server import Server
 from tunnel.stream import TunnelStream
-from tunnel.transport import Buffer, Room, Take
+from tunnel.transport import Buffer, More, Room, Take
 
 ACTIVE, DRAINING, FINAL, GONE = BackendState
 SERVERS, AGENTS = ("s0", "s1"), ("a0", "a1", "a2")
@@ -161,11 +161,12 @@ class Wire:
         self.other._put(b"".join(buffers))
         return ()
 
-    async def send(self, buffers: Sequence[Buffer]) -> None:
+    async def send(self, more: More) -> None:
         await trio.lowlevel.checkpoint()
-        while self.full and not self.closed:
-            await self._changed.wait()
-        self.send_now(buffers)
+        while buffers := more():
+            while self.full and not self.closed:
+                await self._changed.wait()
+            self.send_now(buffers)
 
     async def linger(self) -> None:
         self.parting = True

@@ -8,8 +8,9 @@ import os
 import socket
 import ssl
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ from tunnel.link import Link
 from tunnel.reload import Reloaded
 from tunnel.stream import TunnelStream
 from tunnel.tls import TlsTransport, accept_tls, dial_tls
-from tunnel.transport import BROKEN, SocketTransport, Transport
+from tunnel.transport import BROKEN, Buffer, SocketTransport, Transport
 
 if TYPE_CHECKING:
     from conftest import TcpPair
@@ -270,6 +271,11 @@ async def receive_all(transport: Transport) -> bytes:
     return bytes(received)
 
 
+async def send_all(transport: Transport, buffers: Sequence[Buffer]) -> None:
+    given = iter([buffers])
+    await transport.send(lambda: next(given, ()))
+
+
 async def receive_once(transport: Transport, size: int) -> bytes:
     """What is there, up to so many bytes."""
     view, received = memoryview(bytearray(size)), bytearray()
@@ -320,7 +326,7 @@ class TestHandshake:
     ) -> None:
         server = replace(authority.server(), client_ca=authority.ca).load()
         near, far = (await shake_hands(server, authority.client().load())).ends
-        await near.send([b"welcome"])
+        await send_all(near, [b"welcome"])
         assert await receive_once(far, 100) == b"welcome"
 
     async def test_the_transport_knows_where_the_peer_is(
@@ -417,7 +423,7 @@ class TestRefusals:
         async with trio.open_nursery() as inner:
             inner.start_soon(accept)
             transport, _ = await dial_tls(right, ClientTls(authority.ca).load(), NAME)
-            await transport.send([bytes(100_000)])
+            await send_all(transport, [bytes(100_000)])
             with pytest.raises(trio.BrokenResourceError, match=r"^TLS: the peer refuses: certificate required$"):
                 await receive_all(transport)
             await transport.aclose()
@@ -496,7 +502,7 @@ class TestTransport:
 
         async def send() -> None:
             assert ends[0].send_now(buffers) == buffers
-            await ends[0].send(buffers)
+            await send_all(ends[0], buffers)
             await ends[0].aclose()
 
         async with trio.open_nursery() as nursery:
@@ -505,7 +511,7 @@ class TestTransport:
         assert received == b"".join(buffers)
 
     async def test_receiving_stops_at_the_size_of_the_view(self, ends: Ends) -> None:
-        await ends[0].send([b"abcdef"])
+        await send_all(ends[0], [b"abcdef"])
         assert await receive_once(ends[1], 4) == b"abcd"
         assert await receive_once(ends[1], 4) == b"ef"
 
@@ -526,20 +532,20 @@ class TestTransport:
     async def test_sending_to_a_peer_that_is_gone_is_broken(self, ends: Ends) -> None:
         await ends[1].aclose()
         with pytest.raises(BROKEN):
-            await _send_on(ends[0].send, [bytes(100_000)])
+            await _send_on(partial(send_all, ends[0]), [bytes(100_000)])
 
     async def test_lingering_lets_a_peer_that_still_sends_read_everything(self, ends: Ends) -> None:
         leaving, peer = ends
         received = b""
 
         async def leave() -> None:
-            await leaving.send([bytes(300_000)])
+            await send_all(leaving, [bytes(300_000)])
             await leaving.linger()
             await leaving.aclose()
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(leave)
-            await peer.send([bytes(500_000)])
+            await send_all(peer, [bytes(500_000)])
             received = await receive_all(peer)
             await peer.aclose()
         assert len(received) == 300_000
@@ -711,7 +717,7 @@ class TestReload:
         await self._move(pair, tls, reloaded)
         after = await shake_hands(reloaded.value, client)
         assert after.accepted[1] == after.dialled[1] == binding != before.dialled[1]
-        await before.ends[0].send([b"still here"])
+        await send_all(before.ends[0], [b"still here"])
         assert await receive_once(before.ends[1], 100) == b"still here"
 
     async def test_a_pair_that_is_half_there_changes_nothing_until_it_is_whole(

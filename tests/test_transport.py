@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pytest
 import trio
 from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
-from tunnel.transport import BROKEN, SocketTransport, StreamTransport, Transport, unsent
+from tunnel.transport import BROKEN, Buffer, SocketTransport, StreamTransport, Transport, unsent
 
 if TYPE_CHECKING:
     from conftest import TcpPair
@@ -38,6 +39,11 @@ async def receive_all(transport: Transport) -> bytes:
     return bytes(received)
 
 
+async def send_all(transport: Transport, buffers: Sequence[Buffer]) -> None:
+    given = iter([buffers])
+    await transport.send(lambda: next(given, ()))
+
+
 async def receive_once(transport: Transport, size: int) -> bytes:
     """What is there, up to so many bytes."""
     view, received = memoryview(bytearray(size)), bytearray()
@@ -52,7 +58,7 @@ async def receive_once(transport: Transport, size: int) -> bytes:
 
 async def send_on(transport: Transport) -> None:
     while True:
-        await transport.send([bytes(100_000)])
+        await send_all(transport, [bytes(100_000)])
 
 
 @pytest.mark.parametrize("sent", range(8))
@@ -66,7 +72,7 @@ async def test_everything_arrives_in_order(ends: Ends) -> None:
     received = b""
 
     async def send() -> None:
-        await ends[0].send(ends[0].send_now(buffers))
+        await send_all(ends[0], ends[0].send_now(buffers))
         await ends[0].aclose()
 
     async with trio.open_nursery() as nursery:
@@ -76,7 +82,7 @@ async def test_everything_arrives_in_order(ends: Ends) -> None:
 
 
 async def test_receiving_stops_at_the_size_of_the_view(ends: Ends) -> None:
-    await ends[0].send([b"abcdef"])
+    await send_all(ends[0], [b"abcdef"])
     assert await receive_once(ends[1], 4) == b"abcd"
 
 
@@ -86,7 +92,7 @@ async def test_the_end_is_no_bytes(ends: Ends) -> None:
 
 
 async def test_what_is_not_taken_any_more_is_there_later(ends: Ends) -> None:
-    await ends[0].send([b"abcdefgh"])
+    await send_all(ends[0], [b"abcdefgh"])
     view, taken = memoryview(bytearray(2)), bytearray()
 
     def take(count: int) -> bool:
@@ -100,7 +106,7 @@ async def test_what_is_not_taken_any_more_is_there_later(ends: Ends) -> None:
 
 
 async def test_what_taking_raises_is_raised(ends: Ends) -> None:
-    await ends[0].send([b"abc"])
+    await send_all(ends[0], [b"abc"])
     view = memoryview(bytearray(2))
 
     def take(count: int) -> bool:
@@ -115,7 +121,7 @@ async def test_what_taking_raises_is_raised(ends: Ends) -> None:
 async def test_a_receive_that_is_cancelled_has_taken_nothing(ends: Ends) -> None:
     with trio.move_on_after(0):
         await receive_once(ends[1], 8)
-    await ends[0].send([b"abc"])
+    await send_all(ends[0], [b"abc"])
     await ends[0].aclose()
     assert await receive_all(ends[1]) == b"abc"
 
@@ -152,7 +158,7 @@ async def test_a_full_socket_gives_back_exactly_what_it_did_not_take(tcp_pair: T
     received = b""
 
     async def send_rest() -> None:
-        await sender.send(rest)
+        await send_all(sender, rest)
         await sender.aclose()
 
     async with trio.open_nursery() as nursery:
@@ -175,13 +181,13 @@ async def test_lingering_lets_a_peer_that_still_sends_read_everything(tcp_pair: 
     received = b""
 
     async def leave() -> None:
-        await leaving.send([bytes(300_000)])
+        await send_all(leaving, [bytes(300_000)])
         await leaving.linger()
         await leaving.aclose()
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(leave)
-        await peer.send([bytes(500_000)])
+        await send_all(peer, [bytes(500_000)])
         received = await receive_all(peer)
         await peer.aclose()
     assert len(received) == 300_000

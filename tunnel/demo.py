@@ -229,7 +229,7 @@ def run() -> int:
     """Play the demo; the exit code."""
     code = 1
     try:
-        code = trio.run(_main, clock=turns.Clock())
+        code = turns.run(_main)
     except* KeyboardInterrupt:
         code = 130
     except* BrokenPipeError:  # nobody reads any more; nor may the interpreter try to flush at its end

@@ -315,12 +315,18 @@ class Link:
     async def _write(self) -> None:
         while True:
             await self._blocked.wait()
-            while self._unsent or self.session.has_output:
-                await self._transport.send(self._unsent or self.session.take(_TAKE))
-                self._unsent = ()
-                self._room()
+            while self._unsent or self.session.has_output:  # some may have come since the task was woken
+                await self._transport.send(self._more)
             self._blocked = trio.Event()
             self._idle.set()
+
+    def _more(self) -> Sequence[Buffer]:
+        """What to send next, when everything before was taken."""
+        unsent, self._unsent = self._unsent, ()
+        if not unsent:
+            self._room()
+            unsent = self.session.take(_TAKE)
+        return unsent
 
     # -- receiving
 

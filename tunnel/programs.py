@@ -111,7 +111,7 @@ def _run(main: Live) -> int:
     _raise_descriptors()
     code = EXIT_CANNOT_START
     try:
-        code = trio.run(main, clock=turns.Clock())
+        code = turns.run(main)
     except* BindError as group:
         log.error("cannot start", cause=first_of(group))
     return code

@@ -107,7 +107,7 @@ def run(config: ClientConfig, target: Target, agent: str | None) -> int:
     """
     _fill_standard_streams()
     try:
-        trio.run(_carry, config, target, agent, clock=turns.Clock())
+        turns.run(_carry, config, target, agent)
     except DialError as error:
         _complain(f"{target}: {error.text} ({error.code})")
         return error.exit_code

@@ -23,7 +23,7 @@ import trio
 
 from tunnel.certificates import ServerContext, binding_of
 from tunnel.errors import LinkClosed
-from tunnel.transport import BROKEN, Buffer, Room, SocketTransport, Take
+from tunnel.transport import BROKEN, Buffer, More, Room, SocketTransport, Take
 
 _CHUNK = 64 * 1024
 _LAST_WORD = 1.0  # seconds that a peer has for hearing why the handshake failed
@@ -50,6 +50,7 @@ class TlsTransport:
         self._socket = SocketTransport(sock)
         self.peer = self._socket.peer
         self.binding = b""
+        self._broken: ssl.SSLError | None = None
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=name is None, server_hostname=name)
 
@@ -100,6 +101,7 @@ class TlsTransport:
         except ssl.SSLEOFError:
             pass
         except ssl.SSLError as error:
+            self._broken = error
             raise trio.BrokenResourceError(_text(error)) from error
         return False
 
@@ -107,10 +109,17 @@ class TlsTransport:
         """See ``Transport``. Takes nothing: what was encrypted could not be given back."""
         return buffers
 
-    async def send(self, buffers: Sequence[Buffer]) -> None:
+    async def send(self, more: More) -> None:
         """See ``Transport``."""
-        self._tls.write(b"".join(buffers))
-        await self._flush()
+
+        def encrypted() -> Sequence[Buffer]:
+            if self._broken:  # what the peer said, and not that nothing can be written after it
+                raise trio.BrokenResourceError(_text(self._broken)) from self._broken
+            if buffers := more():
+                self._tls.write(b"".join(buffers))
+            return [data] if (data := self._outgoing.read()) else ()
+
+        await self._socket.send(encrypted)
 
     async def linger(self) -> None:
         """See ``Transport``. What comes from the peer now is not even decrypted."""
@@ -125,8 +134,7 @@ class TlsTransport:
         await self._socket.aclose()
 
     async def _flush(self) -> None:
-        if data := self._outgoing.read():
-            await self._socket.send([data])
+        await self._socket.send(lambda: [data] if (data := self._outgoing.read()) else ())
 
     async def _fill(self) -> None:
         chunk = memoryview(bytearray(_CHUNK))

@@ -4,7 +4,7 @@ Rules that hold here:
 
 - ``send_now`` never waits. A plain socket takes what the kernel takes; TLS and trio streams take nothing, and their
   bytes go through ``send``. Either way what was not taken is returned, so a frame is never torn.
-- Receiving needs no task for what comes: a plain socket's bytes are handed over by calls (``turns.py``).
+- A plain socket's bytes move in calls (``turns.py``): the tasks in ``receive`` and ``send`` run only at the end.
 - Only one task is in ``receive``, and only one in ``send``.
 - Errors of the transport are ``OSError`` or ``trio.BrokenResourceError``; ``BROKEN`` names both.
 
@@ -21,13 +21,15 @@ from typing import Protocol
 import trio
 
 from tunnel import turns
-from tunnel.poller import READ
+from tunnel.poller import READ, WRITE
 
 Buffer = bytes | memoryview
 Room = Callable[[], memoryview]
 """Where received bytes go; asked for when they are there, and used before anything else runs."""
 Take = Callable[[int], bool]
 """Told how many bytes are in the room; whether to go on."""
+More = Callable[[], Sequence[Buffer]]
+"""What to send next; asked when all of what it gave before was taken."""
 
 BROKEN = (OSError, trio.BrokenResourceError, trio.ClosedResourceError)
 
@@ -57,8 +59,8 @@ class Transport(Protocol):
     def send_now(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
         """Send what goes without waiting; what did not go. Raises ``BROKEN``."""
 
-    async def send(self, buffers: Sequence[Buffer]) -> None:
-        """Send everything. Raises ``BROKEN``. If cancelled, nothing more may be sent."""
+    async def send(self, more: More) -> None:
+        """Send what ``more`` gives, until that is nothing. Raises ``BROKEN``. If cancelled, send no more."""
 
     async def linger(self) -> None:
         """Say that nothing more will come, and wait for the peer's end, so that it gets everything."""
@@ -125,11 +127,17 @@ class SocketTransport:
             return buffers
         return unsent(buffers, sent)
 
-    async def send(self, buffers: Sequence[Buffer]) -> None:
+    async def send(self, more: More) -> None:
         """See ``Transport``."""
-        while buffers:
-            await trio.lowlevel.wait_writable(self._sock)
-            buffers = self.send_now(buffers)
+        rest = more()
+
+        def send() -> bool | None:
+            nonlocal rest
+            rest = self.send_now(rest) or more()
+            return None if rest else True
+
+        if rest:
+            await self._turns.serve(self._sock.fileno(), WRITE, send)
 
     async def linger(self) -> None:
         """See ``Transport``."""
@@ -141,7 +149,6 @@ class SocketTransport:
     async def aclose(self) -> None:
         """See ``Transport``."""
         self._turns.closing(self._sock.fileno())
-        trio.lowlevel.notify_closing(self._sock)
         self._sock.close()
 
 
@@ -169,9 +176,10 @@ class StreamTransport:
         """See ``Transport``."""
         return buffers
 
-    async def send(self, buffers: Sequence[Buffer]) -> None:
+    async def send(self, more: More) -> None:
         """See ``Transport``."""
-        await self._stream.send_all(b"".join(buffers))
+        while buffers := more():
+            await self._stream.send_all(b"".join(buffers))
 
     async def linger(self) -> None:
         """Nothing: such a stream's own closing hands over what was sent."""

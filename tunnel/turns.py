@@ -22,13 +22,13 @@ This file must not know what is done, or what the sockets are for.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, Protocol, TypeVar
 
 import trio
 
 from tunnel import logs
-from tunnel.poller import READ, Poller, new_poller
+from tunnel.poller import HUNG_UP, READ, WRITE, Poller, new_poller
 
 log = logs.get_logger(__name__)
 
@@ -36,6 +36,7 @@ T = TypeVar("T")
 _ROUND = 256  # sockets served before trio's tasks have their turn
 _TOGETHER = 16  # sockets served before what they queued goes out
 _LONGEST = 3600.0  # seconds of one wait, which may be asked to be endless
+_KEPT = 4 * 1024 * 1024  # bytes; a heap that shrinks gives back what is more than twice that
 
 
 class Due(Protocol):
@@ -92,13 +93,18 @@ class Turns(trio.abc.Instrument):
     async def serve(self, fd: int, mask: int, call: Callable[[], T | None]) -> T:
         """Have ``call`` called whenever the socket is ready, until it gives anything but None: that is returned.
 
-        What it raises is raised here. If this is cancelled, it is not called any more.
+        What it raises is raised here. If this is cancelled, it is not called any more. One task may wait for a socket
+        with each mask.
 
         Raises:
             trio.ClosedResourceError: ``closing`` was called.
         """
-        service = _Service(self, fd, call)
-        self.watch(fd, mask, service)
+        services = self._watchers.get(fd)
+        if not isinstance(services, _Services):
+            services = _Services(self, fd)
+            self.watch(fd, mask, services)
+        service = _Service(services, mask, call)
+        services.add(service)
         await trio.lowlevel.wait_task_rescheduled(service.abort)
         return service.outcome()
 
@@ -108,9 +114,9 @@ class Turns(trio.abc.Instrument):
 
     def closing(self, fd: int) -> None:
         """The socket is going to be closed: whoever waits in ``serve`` for it is told."""
-        service = self._watchers.get(fd)
-        if isinstance(service, _Service):
-            service.over(error=trio.ClosedResourceError("another task closed this socket"))
+        services = self._watchers.get(fd)
+        if isinstance(services, _Services):
+            services.close()
 
     def _serve(self, events: list[tuple[int, int]]) -> bool:
         """Call whom it concerns; whether trio has something too."""
@@ -182,21 +188,60 @@ class Turns(trio.abc.Instrument):
                 self._token.run_sync_soon(_nothing)  # trio does not wait then
 
 
-class _Service(Generic[T]):
-    """A socket that is served while a task is parked. The task is woken by a result, or by an error."""
+class _Services:
+    """Who waits for one socket in ``serve``: one that reads, one that writes, or both."""
 
-    __slots__ = ("_call", "_error", "_fd", "_result", "_task", "_turns")
+    __slots__ = ("_by_mask", "_fd", "_turns")
 
-    def __init__(self, turns: Turns, fd: int, call: Callable[[], T | None]) -> None:
+    def __init__(self, turns: Turns, fd: int) -> None:
         self._turns = turns
         self._fd = fd
+        self._by_mask: dict[int, _Service[Any]] = {}
+
+    def add(self, service: _Service[Any]) -> None:
+        """Somebody waits."""
+        self._by_mask[service.mask] = service
+        if len(self._by_mask) > 1:
+            self._turns.watch_for(self._fd, READ | WRITE)
+
+    def remove(self, service: _Service[Any]) -> None:
+        """And does not any more."""
+        del self._by_mask[service.mask]
+        for mask in self._by_mask:
+            self._turns.watch_for(self._fd, mask)
+        if not self._by_mask:
+            self._turns.unwatch(self._fd)
+
+    def ready(self, events: int) -> None:
+        """See ``Watcher``. Whoever waits finds out about a break by itself."""
+        for service in tuple(self._by_mask.values()):
+            if events & (service.mask | HUNG_UP):
+                service.call()
+
+    def fault(self) -> None:
+        """See ``Watcher``. ``ready`` does not raise."""
+
+    def close(self) -> None:
+        """The socket is going to be closed."""
+        for service in tuple(self._by_mask.values()):
+            service.over(error=trio.ClosedResourceError("another task closed this socket"))
+
+
+class _Service(Generic[T]):
+    """A call that is made while its task is parked. The task is woken by a result, or by an error."""
+
+    __slots__ = ("_call", "_error", "_result", "_services", "_task", "mask")
+
+    def __init__(self, services: _Services, mask: int, call: Callable[[], T | None]) -> None:
+        self.mask = mask
+        self._services = services
         self._call = call
         self._task = trio.lowlevel.current_task()
         self._result: T | None = None
         self._error: Exception | None = None
 
-    def ready(self, events: int) -> None:
-        """See ``Watcher``."""
+    def call(self) -> None:
+        """The socket is ready."""
         try:
             result = self._call()
         except Exception as error:  # it is raised where it belongs
@@ -205,18 +250,15 @@ class _Service(Generic[T]):
             if result is not None:
                 self.over(result)
 
-    def fault(self) -> None:
-        """See ``Watcher``. ``ready`` does not raise."""
-
     def over(self, result: T | None = None, error: Exception | None = None) -> None:
         """Wake the task."""
-        self._turns.unwatch(self._fd)
+        self._services.remove(self)
         self._result, self._error = result, error
         trio.lowlevel.reschedule(self._task)
 
     def abort(self, _: object) -> trio.lowlevel.Abort:
         """The task was cancelled."""
-        self._turns.unwatch(self._fd)
+        self._services.remove(self)
         return trio.lowlevel.Abort.SUCCEEDED
 
     def outcome(self) -> T:
@@ -246,6 +288,19 @@ class Clock(trio.abc.Clock):
             return deadline - time.perf_counter()
         self.turns.wait(deadline - time.perf_counter())
         return 0.0
+
+
+def run(main: Callable[..., Awaitable[T]], *args: object) -> T:
+    """``trio.run`` for a program that is all ours: the turns wait, and memory is kept for what is read and sent."""
+    _keep_memory()
+    return trio.run(main, *args, clock=Clock())
+
+
+def _keep_memory() -> None:
+    """Bytes come and go in pieces of some 100 KiB. glibc gives each back to the system, and gets it again page by page,
+    which costs as much as copying it; but nothing that is smaller than what was freed in one piece before.
+    """
+    _ = bytes(_KEPT)
 
 
 def _nothing() -> None:
