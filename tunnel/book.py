@@ -5,10 +5,9 @@ This file must not know who moves the bytes, or who asks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from typing import Self
 
 import trio
 
@@ -16,9 +15,9 @@ from tunnel.operate import StreamView
 from tunnel.session import Stream
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Entry:
-    """One open stream.
+    """One open stream, which is in the book for as long as the ``with`` block that it begins.
 
     Attributes:
         number: greater than those of all entries before it.
@@ -33,6 +32,14 @@ class Entry:
     agent: str
     since: float
     stream: Stream
+    book: Book
+
+    def __enter__(self) -> Self:
+        self.book.entries[self.number] = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self.book.entries[self.number]
 
 
 def view_of(entry: Entry) -> StreamView:
@@ -59,15 +66,9 @@ class Book:
     def __repr__(self) -> str:
         return f"<Book entries={len(self.entries)}>"
 
-    @contextmanager
-    def entry(self, use: str, target: object, agent: str, stream: Stream) -> Iterator[Entry]:
-        """Have an entry for as long as the block lasts."""
-        entry = Entry(next(self._numbers), use, str(target), agent, trio.current_time(), stream)
-        self.entries[entry.number] = entry
-        try:
-            yield entry
-        finally:
-            del self.entries[entry.number]
+    def entry(self, use: str, target: object, agent: str, stream: Stream) -> Entry:
+        """A new entry, not in the book yet."""
+        return Entry(next(self._numbers), use, str(target), agent, trio.current_time(), stream, self)
 
     def page(self, after: int, most: int) -> list[Entry]:
         """At most so many entries with a greater number, oldest first."""

@@ -122,12 +122,17 @@ async def _connect_one(where: Address) -> socket.socket:
     try:
         sock.setblocking(False)
         code = sock.connect_ex(address)
-        if code == errno.EINPROGRESS:
-            if not _is_connected(sock):  # on loopback it usually is by now
-                await turns.of_this_run().ready(sock.fileno(), WRITE)
-            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if not code and sock.getsockname() == sock.getpeername():
-            code = errno.ECONNREFUSED  # no one listens, and the system chose that very port for our own end
+        if code not in (0, errno.EINPROGRESS):
+            raise OSError(code, os.strerror(code))
+        peer = _peer(sock)
+        if peer is None:  # on loopback it usually is there by now
+            await turns.of_this_run().ready(sock.fileno(), WRITE)
+            peer = _peer(sock)
+        code = 0
+        if peer is None:
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or errno.ENOTCONN
+        elif sock.getsockname() == peer:  # no one listens, and the system chose that very port for our own end
+            code = errno.ECONNREFUSED
         if code:
             raise OSError(code, os.strerror(code))
     except OSError as error:
@@ -139,12 +144,12 @@ async def _connect_one(where: Address) -> socket.socket:
     return sock
 
 
-def _is_connected(sock: socket.socket) -> bool:
+def _peer(sock: socket.socket) -> object:
+    """The other end; None if it is not connected."""
     try:
-        sock.getpeername()
+        return sock.getpeername()
     except OSError:
-        return False
-    return True
+        return None
 
 
 async def _connect_any(addresses: list[Address]) -> socket.socket:

@@ -7,7 +7,7 @@
 ``background > connections > accepting``: what is inside ends first. On leaving, the program announces it; after the
 lame duck, if it has one, ``accepting`` is cancelled (nothing new arrives by itself); links are told (``soft``); open
 connections get the time; links are told that nothing more is served (``final``); what is left is cut; links are closed;
-``background`` (switchboard, links) is cancelled last.
+``background`` (links) is cancelled last.
 
 Rules that hold here:
 
