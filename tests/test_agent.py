@@ -351,7 +351,7 @@ async def test_a_drain_goes_ahead_of_the_data_that_waits_on_a_full_link(raw: Raw
     assert isinstance(await raw.next(), DialRsp)
     await wait_all_tasks_blocked()
     (link,) = raw.agent.sync.links.values()
-    waiting = link.session.queued
+    waiting = link.session.out.queued
     raw.agent.drain()
     assert isinstance(await raw.next(), Drain)
     assert waiting > 0

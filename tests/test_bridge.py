@@ -29,8 +29,8 @@ from trio.testing import (
     wait_all_tasks_blocked,
 )
 
+from tunnel import outbox
 from tunnel import secure as secure_module
-from tunnel import session as session_module
 from tunnel.bounds import Seat
 from tunnel.config import Limits, Timeouts
 from tunnel.connect import Connector
@@ -167,7 +167,7 @@ class Tunnel:
 
     def queued(self) -> int:
         """Bytes of DATA that the server holds for its links, but for what their transports have."""
-        return sum(link.session.queued for link in self.server._links)
+        return sum(link.session.out.queued for link in self.server._links)
 
     async def idle(self) -> None:
         """Return when no link has a stream."""
@@ -457,7 +457,7 @@ async def test_the_server_keeps_nothing_when_nobody_reads(tunnel: Tunnel, up: bo
     source, sink = (near, far) if up else (far, near)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(source.send_all, BLOB)
-        while sink.core._window_left:  # all that may come has come
+        while sink.core.window.left:  # all that may come has come
             await wait_all_tasks_blocked()
         assert (source.core.credit, tunnel.queued()) == (0, 0)
         assert await receive_exactly(sink, MIB) == BLOB
@@ -470,7 +470,7 @@ async def test_the_window_grows_where_the_bytes_are_read(tunnel: Tunnel, up: boo
     async with trio.open_nursery() as nursery:
         nursery.start_soon(source.send_all, BLOB * 8)
         await receive_exactly(sink, 8 * MIB)
-    assert sink.core.window > WINDOW
+    assert sink.core.window.size > WINDOW
 
 
 async def _raw_ends(tunnel: Tunnel) -> tuple[Raw, Raw]:
@@ -524,7 +524,7 @@ async def test_credit_that_comes_behind_the_agents_answer_is_not_lost(memory: Tu
 async def test_a_stream_that_is_not_read_holds_up_no_other(tunnel: Tunnel, nursery: trio.Nursery) -> None:
     (near, far), others = await tunnel.open(), await tunnel.open()
     nursery.start_soon(flood, far)
-    while near.core._window_left:
+    while near.core.window.left:
         await wait_all_tasks_blocked()
     for _ in range(20):
         assert await exchange(*others)
@@ -540,7 +540,7 @@ async def test_a_client_that_does_not_read_its_link_holds_up_no_other(memory: Tu
     others = await memory.open()
     for _ in range(20):
         assert await exchange(*others)
-    assert 0 < of_raw.session.queued < 300_000 + 20 * 16  # what it may be sent, in frames
+    assert 0 < of_raw.session.out.queued < 300_000 + 20 * 16  # what it may be sent, in frames
 
 
 async def test_what_passes_holds_up_no_sender_of_the_servers_own(memory: Tunnel) -> None:
@@ -548,7 +548,7 @@ async def test_what_passes_holds_up_no_sender_of_the_servers_own(memory: Tunnel)
     _, of_raw, near = await _stuck_agent(memory, 4 * MIB)
     await near.send_all(BLOB * 2)
     await wait_all_tasks_blocked()
-    assert of_raw.session.queued > Limits().high_water
+    assert of_raw.session.out.queued > Limits().high_water
     assert not of_raw.congested
 
 
@@ -558,7 +558,7 @@ async def test_what_passes_holds_up_no_sender_of_the_servers_own(memory: Tunnel)
 @pytest.fixture
 def little_control(monkeypatch: pytest.MonkeyPatch) -> int:
     """Links are clogged by this many bytes."""
-    monkeypatch.setattr(session_module, "_MAX_CONTROL", 1000)
+    monkeypatch.setattr(outbox, "_MAX_CONTROL", 1000)
     return 1000
 
 
@@ -623,7 +623,7 @@ async def test_a_dial_over_a_link_that_takes_nothing_fails_and_the_link_lives(
     memory: Tunnel, little_control: int
 ) -> None:
     raw, of_raw, _ = await _stuck_agent(memory)
-    while not of_raw.session.crowded:
+    while not of_raw.session.out.crowded:
         of_raw.session.send_control(Ping(0, 3))
     with pytest.raises(LinkLost, match="does not take what comes for it"):
         await of_raw.dial("raw", 7, ms=1000)
@@ -698,7 +698,7 @@ async def _sent_and_lost(tunnel: Tunnel) -> tuple[Raw, Link]:
     await wait_all_tasks_blocked()
     tunnel.client.drop("lost")
     await wait_all_tasks_blocked()
-    assert of_raw.session.queued
+    assert of_raw.session.out.queued
     return raw, of_raw
 
 
@@ -709,7 +709,7 @@ async def test_what_a_client_sent_and_ended_is_delivered_when_it_is_lost(memory:
     await raw.send(Eof(1))
     await memory.idle()
     assert of_raw.why is None
-    assert not of_raw.session.has_output
+    assert not of_raw.session.out
 
 
 async def test_a_target_that_answers_a_client_that_was_lost_is_reset(memory: Tunnel) -> None:
@@ -724,7 +724,7 @@ async def test_a_target_that_resets_a_client_that_was_lost_leaves_nothing(memory
     raw, of_raw = await _sent_and_lost(memory)
     await raw.send(Close(1, "reset", "gone"))
     await memory.idle()
-    assert not of_raw.session.queued
+    assert not of_raw.session.out.queued
 
 
 async def test_an_agent_that_is_lost_after_its_client_leaves_nothing(tunnel: Tunnel) -> None:

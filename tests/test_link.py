@@ -351,7 +351,7 @@ class TestCongestion:
             await far.receive_some()
         assert calls == [0, 1, 2]
         assert not link.congested
-        while link.session.queued:
+        while link.session.out.queued:
             await far.receive_some()
         assert calls == [0, 1, 2]
 
@@ -383,7 +383,7 @@ class TestCongestion:
         stream = TunnelStream(next(iter(link.session._streams.values())), link)
         nursery.start_soon(_until_broken, stream.send_all, bytes(8 << 20))
         await wait_all_tasks_blocked()
-        assert link.session.queued < 256 * 1024 + 80 * 1024
+        assert link.session.out.queued < 256 * 1024 + 80 * 1024
         await far.aclose()
         await link.ended.wait()
 
@@ -504,7 +504,7 @@ class TestDials:
         links.on_dial = links.accept
         one, _ = await links.open()
         assert one.core.id == 1001
-        assert not links.server.session.has_output
+        assert not links.server.session.out
 
     async def test_streams_are_counted(self, links: LinkPair) -> None:
         ends = [await links.open() for _ in range(3)]
@@ -756,7 +756,7 @@ class TestIsolation:
         for _ in range(200):
             assert await exchange(one, b"x" * 1000) == b"x" * 1000
         assert len(unread.core._held or b"") <= WINDOW
-        assert links.agent.session.queued <= Limits().high_water
+        assert links.agent.session.out.queued <= Limits().high_water
 
     async def test_a_reader_that_never_reads_pauses_its_sender(self, links: LinkPair, nursery: trio.Nursery) -> None:
         one, _ = await links.open()
@@ -1033,7 +1033,7 @@ async def test_a_peer_that_takes_nothing_although_much_waits_for_it_is_ended(
     assert str(link.why) == "the peer does not take the 100032 bytes that wait for it"
     assert link._bounds.hits == {"link_queue": 1}
     await link.ended.wait()
-    assert link.session.queued == 0
+    assert link.session.out.queued == 0
 
 
 async def test_who_exceeds_its_credit_is_counted(nursery: trio.Nursery, make_raw: MakeRaw) -> None:

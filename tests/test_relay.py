@@ -402,7 +402,7 @@ class TestRelay:
             for board in relay.boards:
                 for joint in board._joints:
                     kept = sum(map(len, joint.pending or ()))
-                    assert kept <= joint.core.window <= Limits().window
+                    assert kept <= joint.core.window.size <= Limits().window
                     assert len(joint.pending or ()) <= 2 + kept // (32 * 1024)  # small pieces are kept together
             nursery.cancel_scope.cancel()
 
@@ -415,7 +415,7 @@ class TestRelay:
             nonlocal most
             while True:
                 await trio.lowlevel.checkpoint()
-                most = max(most, relay.links.agent.session.queued)
+                most = max(most, relay.links.agent.session.out.queued)
 
         async def through(connection: Connection) -> None:
             async with trio.open_nursery() as nursery:

@@ -97,7 +97,7 @@ class Side:
 
     def takes(self, limit: int = ALL) -> list[Seen]:
         """What it sends now, decoded."""
-        return _decode(b"".join(self.session.take(limit)))
+        return _decode(b"".join(self.session.out.take(limit)))
 
 
 def _decode(data: bytes) -> list[Seen]:
@@ -119,7 +119,7 @@ class Pair:
             pass
 
     def _carry(self, source: Side, sink: Side) -> int:
-        data = b"".join(source.session.take(ALL))
+        data = b"".join(source.session.out.take(ALL))
         sink.decoder.feed(data)
         return len(data)
 
@@ -285,8 +285,8 @@ def test_a_reset_of_a_closed_stream_does_nothing(pair: Pair) -> None:
     pair.pump()
     near.reset("reset", "again")
     far.reset("reset", "again")
-    assert not pair.opener.session.has_output
-    assert not pair.acceptor.session.has_output
+    assert not pair.opener.session.out
+    assert not pair.acceptor.session.out
 
 
 # -- what a caller may not do
@@ -322,7 +322,7 @@ def test_sending_more_than_the_credit_is_illegal_and_sends_nothing(pair: Pair) -
     near.send(bytes(WINDOW - 1))
     with pytest.raises(LocalProtocolError):
         near.send(b"xx")
-    assert (near.credit, pair.opener.session.queued) == (1, WINDOW - 1 + DATA_OVERHEAD)
+    assert (near.credit, pair.opener.session.out.queued) == (1, WINDOW - 1 + DATA_OVERHEAD)
 
 
 def test_only_the_acceptor_answers(pair: Pair) -> None:
@@ -446,7 +446,7 @@ def test_a_peer_that_reads_the_answers_may_ask_on() -> None:
     side = _acceptor()
     for _ in range(500):
         side.receive(*[Ping(0, 1)] * 1000)
-        side.session.take(ALL)
+        side.session.out.take(ALL)
 
 
 def test_data_of_the_link_itself_is_refused() -> None:
@@ -527,10 +527,10 @@ def test_each_side_starts_with_the_window_of_the_other() -> None:
     opener, acceptor = Side(opener=True, window=300), Side(opener=False, window=500)
     near = opener.session.open("x", 1, 1, {}, lambda error: None)
     assert near.credit == 0
-    acceptor.decoder.feed(b"".join(opener.session.take(ALL)))
+    acceptor.decoder.feed(b"".join(opener.session.out.take(ALL)))
     far = acceptor.dialled[0][0]
     far.accept()
-    opener.decoder.feed(b"".join(acceptor.session.take(ALL)))
+    opener.decoder.feed(b"".join(acceptor.session.out.take(ALL)))
     assert (near.credit, far.credit) == (500, 300)
 
 
@@ -625,7 +625,7 @@ def test_late_credit_for_a_direction_that_has_ended_is_not_told(pair: Pair) -> N
     near, far, near_sink, _ = pair.joined()
     near.send(bytes(WINDOW))
     near.send_eof()
-    pair.acceptor.decoder.feed(b"".join(pair.opener.session.take(WINDOW)))
+    pair.acceptor.decoder.feed(b"".join(pair.opener.session.out.take(WINDOW)))
     far.consumed(WINDOW)
     pair.pump()
     assert near_sink.calls == []
@@ -667,7 +667,7 @@ def test_a_window_that_its_peer_used_up_while_the_sink_waited_doubles() -> None:
     side.session.receive_data(1, memoryview(bytes(WINDOW // 2)))
     side.receive(Pong(1, 0))
     assert side.takes() == [Credit(1, WINDOW)]
-    assert stream.window == 2 * WINDOW
+    assert stream.window.size == 2 * WINDOW
 
 
 def test_a_window_whose_peer_had_credit_left_stays() -> None:
@@ -677,7 +677,7 @@ def test_a_window_whose_peer_had_credit_left_stays() -> None:
     side.session.receive_data(1, memoryview(bytes(WINDOW // 2 - 1)))
     side.receive(Pong(1, 0))
     assert side.takes() == []
-    assert stream.window == WINDOW
+    assert stream.window.size == WINDOW
 
 
 def test_a_window_whose_sink_is_behind_is_not_looked_at() -> None:
@@ -689,12 +689,12 @@ def test_a_window_whose_sink_is_behind_is_not_looked_at() -> None:
 
 def _use_up(side: Side, stream: Stream) -> None:
     """Arrive and be consumed, so that the window has every reason to grow."""
-    half = (stream.window + 1) // 2
+    half = (stream.window.size + 1) // 2
     side.session.receive_data(stream.id, memoryview(bytes(half)))
     stream.consumed(half)
-    side.session.receive_data(stream.id, memoryview(bytes(stream.window - half)))
+    side.session.receive_data(stream.id, memoryview(bytes(stream.window.size - half)))
     side.receive(Pong(stream.id, 0))
-    stream.consumed(stream.window - half)
+    stream.consumed(stream.window.size - half)
     side.takes()
 
 
@@ -705,9 +705,9 @@ def test_a_window_grows_up_to_its_limit() -> None:
     stream.accept()
     windows = []
     for _ in range(3):
-        stream._unreturned, stream._window_left = 0, stream.window
+        stream.window.unreturned, stream.window.left = 0, stream.window.size
         _use_up(side, stream)
-        windows.append(stream.window)
+        windows.append(stream.window.size)
     assert windows == [2 * WINDOW, 3 * WINDOW, 3 * WINDOW]
 
 
@@ -716,10 +716,10 @@ def test_windows_grow_within_what_the_link_has_to_spare_and_give_it_back() -> No
     stream.consumed(WINDOW // 2)
     side.session.receive_data(1, memoryview(bytes(WINDOW // 2)))
     side.receive(Pong(1, 0))
-    assert stream.window == WINDOW + WINDOW // 4
-    assert side.session._spare == 0
+    assert stream.window.size == WINDOW + WINDOW // 4
+    assert side.session.windows.spare == 0
     stream.reset("cancelled", "")
-    assert side.session._spare == WINDOW // 4
+    assert side.session.windows.spare == WINDOW // 4
 
 
 def test_one_window_is_looked_at_at_a_time() -> None:
@@ -748,7 +748,7 @@ def test_an_answer_that_nobody_asked_for_changes_nothing(number: int) -> None:
     side, stream = _growing()
     side.receive(Pong(number, 0))
     assert side.takes() == []
-    assert stream.window == WINDOW
+    assert stream.window.size == WINDOW
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, WINDOW), st.booleans()), max_size=60))
@@ -768,9 +768,9 @@ def test_growing_windows_neither_lose_nor_invent_credit(steps: list[tuple[int, i
             behind[number] = 0
         pair.pump()
     for (near, far), late in zip(ends, behind, strict=True):
-        assert near.credit == far._window_left == far.window - far._unreturned - late
-        assert WINDOW <= far.window <= 8 * WINDOW
-    assert sum(far.window - WINDOW for _, far in ends) + pair.acceptor.session._spare == 10 * WINDOW
+        assert near.credit == far.window.left == far.window.size - far.window.unreturned - late
+        assert WINDOW <= far.window.size <= 8 * WINDOW
+    assert sum(far.window.size - WINDOW for _, far in ends) + pair.acceptor.session.windows.spare == 10 * WINDOW
 
 
 # -- sinks that come late
@@ -953,8 +953,8 @@ def test_a_take_is_never_more_buffers_than_a_gather_list_holds() -> None:
     for _ in range(100):
         near.send(bytes(8 * 1024))
     sizes = []
-    while pair.opener.session.has_output:
-        sizes.append(len(pair.opener.session.take(ALL)))
+    while pair.opener.session.out:
+        sizes.append(len(pair.opener.session.out.take(ALL)))
     assert max(sizes) <= 1024
 
 
@@ -963,12 +963,12 @@ def test_a_take_is_never_more_buffers_than_a_gather_list_holds() -> None:
 
 def _check_queued(side: Side) -> None:
     """``queued`` is the DATA and EOF that taking everything gives. Takes everything."""
-    queued = side.session.queued
+    queued = side.session.out.queued
     taken = side.takes()
     data = [len(item[1]) + DATA_OVERHEAD for item in taken if isinstance(item, tuple)]
     ends = [len(item.encode()) for item in taken if isinstance(item, Eof)]
     assert queued == sum(data) + sum(ends)
-    assert side.session.queued == 0
+    assert side.session.out.queued == 0
 
 
 @pytest.mark.parametrize("size", [1, 8 * 1024 - 1, 8 * 1024, 100_000])
@@ -982,8 +982,8 @@ def test_queued_counts_data_and_eof(size: int) -> None:
 
 def test_queued_does_not_count_control(pair: Pair) -> None:
     pair.opener.session.send_control(Ping(0, 1))
-    assert pair.opener.session.queued == 0
-    assert pair.opener.session.has_output
+    assert pair.opener.session.out.queued == 0
+    assert pair.opener.session.out
 
 
 @pytest.mark.parametrize("state", [State.OPEN, State.LOCAL_EOF])
@@ -999,13 +999,13 @@ def test_queued_forgets_what_a_reset_dropped(pair: Pair, ours: bool, state: Stat
         one.reset("reset", "gone")
     else:
         pair.opener.receive(Close(1, "reset", "gone"))
-    assert pair.opener.session.queued == 100 + DATA_OVERHEAD
+    assert pair.opener.session.out.queued == 100 + DATA_OVERHEAD
     _check_queued(pair.opener)
 
 
 def test_there_is_no_output_at_first(pair: Pair) -> None:
-    assert not pair.opener.session.has_output
-    assert pair.opener.session.take(ALL) == []
+    assert not pair.opener.session.out
+    assert pair.opener.session.out.take(ALL) == []
 
 
 # -- streams that are not there
@@ -1102,7 +1102,7 @@ def test_the_end_drops_what_was_queued(pair: Pair) -> None:
     near, _ = pair.open()
     near.send(b"data")
     pair.opener.session.end("link_lost", "gone")
-    assert (pair.opener.session.queued, pair.opener.takes()) == (0, [])
+    assert (pair.opener.session.out.queued, pair.opener.takes()) == (0, [])
 
 
 def test_the_end_of_an_acceptor_resets_its_dials(pair: Pair) -> None:
@@ -1288,7 +1288,7 @@ class TwoSessions(RuleBasedStateMachine):
 
     def take(self, opener: bool, limit: int) -> None:
         side = self._side(opener)
-        data = b"".join(side.session.take(limit))
+        data = b"".join(side.session.out.take(limit))
         self.wire[side] += data
         for item in _decode(data):
             self._taken(side, item)
@@ -1311,7 +1311,7 @@ class TwoSessions(RuleBasedStateMachine):
     @invariant()
     def queued_is_exact(self) -> None:
         for side in (self.opener, self.acceptor):
-            assert side.session.queued == sum(sum(end.queue) for end in self.table.values() if end.side is side)
+            assert side.session.out.queued == sum(sum(end.queue) for end in self.table.values() if end.side is side)
 
     @invariant()
     def credit_is_what_was_granted_and_not_used(self) -> None:
@@ -1381,7 +1381,7 @@ def _leading_on() -> tuple[Side, Stream, Sink, list[Packet]]:
     """An acceptor with one open stream that leads on, its sink, and what was handed onward."""
     side = _acceptor()
     stream, sink, onward = side.dialled[0][0], Sink(), []
-    stream.onward = onward.append
+    stream.lead_on(onward.append)
     stream.attach(sink)
     return side, stream, sink, onward
 
@@ -1487,9 +1487,9 @@ def test_the_answer_for_a_stream_that_made_way_does_not_count_for_another() -> N
     second.consumed(WINDOW // 2)
     side.session.receive_data(2, memoryview(bytes(WINDOW // 2)))
     side.receive(Pong(1, 0))
-    assert second.window == WINDOW
+    assert second.window.size == WINDOW
     side.receive(Pong(2, 0))
-    assert second.window == 2 * WINDOW
+    assert second.window.size == 2 * WINDOW
 
 
 # -- windows of a stream's own
@@ -1500,7 +1500,7 @@ def test_a_dial_can_offer_a_window_of_its_own(pair: Pair, window: int) -> None:
     near = pair.opener.session.open("x", 1, 1, {}, lambda error: None, window)
     pair.pump()
     far, request = pair.acceptor.dialled[0]
-    assert (near.window, request.window, far.credit) == (window, window, window)
+    assert (near.window.size, request.window, far.credit) == (window, window, window)
 
 
 @pytest.mark.parametrize("window", [0, 1, 5 * WINDOW])
@@ -1508,7 +1508,7 @@ def test_an_answer_can_offer_a_window_of_its_own(pair: Pair, window: int) -> Non
     near, far, _ = pair.dial()
     far.accept(window)
     pair.pump()
-    assert (far.window, near.credit) == (window, window)
+    assert (far.window.size, near.credit) == (window, window)
 
 
 @pytest.mark.parametrize("by_opener", [True, False])
@@ -1533,7 +1533,7 @@ def test_a_window_of_its_own_is_one_streams_alone(pair: Pair) -> None:
 
 
 def _queues(side: Side) -> tuple[int, int]:
-    return side.session.own_queued, side.session.passing
+    return side.session.out.own_queued, side.session.out.passing
 
 
 def test_what_a_stream_that_leads_on_has_queued_is_passing() -> None:
@@ -1559,7 +1559,8 @@ class Queues:
         for number in self.sizes:
             self.side.receive(DialReq(number, "x", 1, LIMIT, 1, {}))
             stream = self.streams[number] = self.side.dialled[-1][0]
-            stream.onward = _nowhere if number % 2 else None
+            if number % 2:
+                stream.lead_on(_nowhere)
             stream.accept()
 
     def take(self, number: int, size: int) -> None:
@@ -1644,7 +1645,7 @@ def first_windows(budget: int, count: int, window: int = 512 * KIB) -> tuple[Pai
 def test_a_first_window_is_a_quarter_of_what_is_left_if_that_is_less() -> None:
     _, streams = first_windows(4096 * KIB, 7)
     wanted = [512, 512, 512, 512, 512, 384, 288]
-    assert [near.window // KIB for near, _ in streams] == wanted
+    assert [near.window.size // KIB for near, _ in streams] == wanted
     assert [near.credit // KIB for near, _ in streams] == wanted
 
 
@@ -1658,14 +1659,14 @@ def test_a_first_window_comes_back_with_the_end_of_its_stream() -> None:
     for near, _ in streams:
         near.reset("cancelled", "")
     pair.pump()
-    assert [pair.opener.session._budget, pair.acceptor.session._budget] == [1024 * KIB] * 2
+    assert [pair.opener.session.windows.budget, pair.acceptor.session.windows.budget] == [1024 * KIB] * 2
     assert pair.open()[0].credit == 256 * KIB
 
 
 def test_a_dial_that_is_not_answered_has_nothing_at_its_acceptor() -> None:
     pair = Pair(window=512 * KIB, budget=1024 * KIB)
     streams = [pair.dial() for _ in range(10)]
-    assert pair.acceptor.session._budget == 1024 * KIB
+    assert pair.acceptor.session.windows.budget == 1024 * KIB
     streams[0][1].accept()
     pair.pump()
     assert streams[0][0].credit == 256 * KIB
@@ -1677,7 +1678,7 @@ def test_a_stream_that_leads_on_has_nothing_of_its_own() -> None:
     far.accept(window=700 * KIB)
     near = pair.opener.session.open("a", 1, 10, {}, lambda _: None, 700 * KIB)
     pair.pump()
-    assert (far.lent, near.lent) == (0, 0)
+    assert (far.window.lent, near.window.lent) == (0, 0)
 
 
 def test_a_first_window_that_is_less_than_it_could_be_is_told() -> None:
@@ -1691,6 +1692,6 @@ def test_a_first_window_that_is_less_than_it_could_be_is_told() -> None:
         on_streams=lambda _count: None,
         on_bound=bitten.append,
     )
-    windows = [session.open("a", 1, 10, {}, lambda _: None).window // KIB for _ in range(3)]
+    windows = [session.open("a", 1, 10, {}, lambda _: None).window.size // KIB for _ in range(3)]
     assert windows == [100, 100, 75]
     assert bitten == ["link_window"]

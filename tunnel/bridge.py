@@ -60,10 +60,10 @@ class _End:
 
     def onward(self, packet: Credit | Ping | Pong) -> None:
         """Hand the packet to the stream's real end."""
-        if self.other.session.crowded:
+        if self.other.session.out.crowded:
             self.span.give_up("protocol", "the next link does not take what comes for it")
         elif isinstance(packet, Credit):
-            if self.other.window_left + packet.amount > self.span.most:
+            if self.other.window.left + packet.amount > self.span.most:
                 self.span.give_up("protocol", f"credit for more than {self.span.most} bytes")
             self.other.give_credit(packet.amount)
         else:
@@ -113,7 +113,7 @@ class _Span:
     def attach(self) -> None:
         """Let the bytes through, and first what had arrived already."""
         for end in (self.client, self.agent):
-            end.core.onward = end.onward
+            end.core.lead_on(end.onward)
         for end in (self.client, self.agent):
             end.core.attach(end)
 

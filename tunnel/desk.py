@@ -241,7 +241,7 @@ def _of_links(links: list[Link], carrying: Iterable[Link], ended: Traffic) -> Co
     traffic = ended.with_those(link.session for link in carrying)
     return {
         "links": len(links),
-        "queued_bytes": sum(link.session.queued for link in links),
+        "queued_bytes": sum(link.session.out.queued for link in links),
         "bytes_total": {("sent",): traffic.sent, ("received",): traffic.received},
         "frames_total": {("sent",): traffic.frames_sent, ("received",): traffic.frames_received},
     }

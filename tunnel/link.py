@@ -252,8 +252,8 @@ class Link:
     @property
     def congested(self) -> bool:
         """Whether so much DATA is queued that sockets of this link should not be read now."""
-        session = self.session
-        return session.queued - session.passing > self._high_water
+        out = self.session.out
+        return out.queued - out.passing > self._high_water
 
     def when_room(self, call: Callable[[], None]) -> None:
         """Have ``call`` called once, when the queue is down to half the high-water mark or the link has ended."""
@@ -261,7 +261,7 @@ class Link:
 
     def _room(self) -> bool:
         """Tell those who wait, if there is room; whether there was anybody."""
-        if not self._waiting or not (self.why or self.session.own_queued * 2 <= self._limits.high_water):
+        if not self._waiting or not (self.why or self.session.out.own_queued * 2 <= self._limits.high_water):
             return False
         calls, self._waiting = self._waiting, {}
         for call in calls:
@@ -271,7 +271,7 @@ class Link:
     @property
     def sending(self) -> bool:
         """Whether something is queued that the transport has not taken yet."""
-        return not self._idle.is_set() or (self.why is None and self.session.has_output)
+        return not self._idle.is_set() or (self.why is None and bool(self.session.out))
 
     async def all_sent(self) -> None:
         """Wait until not ``sending``, or the link has ended."""
@@ -298,8 +298,8 @@ class Link:
 
     def _send_all(self) -> bool:
         """Whether the transport took everything."""
-        while self.session.has_output:
-            self._unsent = self._transport.send_now(self.session.take(_TAKE))
+        while self.session.out:
+            self._unsent = self._transport.send_now(self.session.out.take(_TAKE))
             if self._unsent:
                 self._idle = trio.Event()
                 self._blocked.set()
@@ -308,14 +308,14 @@ class Link:
 
     def _check_queue(self) -> None:
         """Whoever takes nothing, although bytes were let through for it, must not make this side keep too many."""
-        if self.session.queued > self._limits.link_queue:
+        if self.session.out.queued > self._limits.link_queue:
             self._hit("link_queue")
-            self._end(LinkClosed(f"the peer does not take the {self.session.queued} bytes that wait for it"))
+            self._end(LinkClosed(f"the peer does not take the {self.session.out.queued} bytes that wait for it"))
 
     async def _write(self) -> None:
         while True:
             await self._blocked.wait()
-            while self._unsent or self.session.has_output:  # some may have come since the task was woken
+            while self._unsent or self.session.out:  # some may have come since the task was woken
                 await self._transport.send(self._more)
             self._blocked = trio.Event()
             self._idle.set()
@@ -325,7 +325,7 @@ class Link:
         unsent, self._unsent = self._unsent, ()
         if not unsent:
             self._room()
-            unsent = self.session.take(_TAKE)
+            unsent = self.session.out.take(_TAKE)
         return unsent
 
     # -- receiving
@@ -433,7 +433,7 @@ class Link:
         """
         if self.why is not None:
             raise LinkLost(str(self.why))
-        if self.session.crowded:
+        if self.session.out.crowded:
             raise LinkLost("the link does not take what comes for it")
         task = trio.lowlevel.current_task()
         answer: list[DialError | None] = []

@@ -6,8 +6,8 @@ Rules that hold here:
 
 - A server that is leaving says GOAWAY(soft) to agents and clients, spread over a quarter of the lame duck: they link
   elsewhere, and keep what they have here. After GOAWAY(final) nothing new is served.
-- Front-end listeners are in ``accepting``, their connections are ``connections``, and the link listener and the links are in
-  ``background``: streams can finish while nothing new comes in.
+- Front-end listeners are in ``accepting``, their connections are ``connections``, and the link listener and the links
+  are in ``background``: streams can finish while nothing new comes in.
 - Every address that was really bound is said, in the log and in ``addresses``.
 - A link that fails takes nothing with it but its own streams.
 

@@ -1,7 +1,7 @@
 """The multiplexer, without I/O: what streams exist, what each may do now, and what is to be sent next.
 
 One ``Session`` is one side of one link. Received packets go in through ``receive_packet`` and ``receive_data``;
-``take`` gives the bytes that are to be sent. Everything else happens in synchronous calls to a stream's **sink**.
+the ``out``box gives the bytes that are to be sent. Everything else happens in synchronous calls to a stream's **sink**.
 
 A stream, on either side::
 
@@ -13,17 +13,11 @@ Rules that hold here:
 
 - Only one side of a link opens streams. Ids grow, and are never used again.
 - A sender never has more bytes on their way than the receiver gave credit for; a receiver that sees more ends the
-  link. Credit goes back when a sink says the bytes were *consumed*, half a window or a MiB at a time.
-- A window that is what bounds its stream doubles, up to a limit and within what the link has to spare. That is so if
-  the sink was waiting for bytes, and the peer had used up all its credit before more of it arrived. A PING of the
-  stream goes along with the credit to tell: what comes ahead of the PONG was sent without it.
+  link. Credit goes back when a sink says the bytes were *consumed*. How much, and when windows grow: ``windows.py``.
 - A stream that only leads on to another link grants no credit of its own, and answers no PING: both are its other
   end's, and are handed ``onward``.
-- Control packets go out before DATA. DATA of all streams takes turns, frame by frame. EOF stays behind the DATA of
-  its stream; a reset throws that DATA away.
+- EOF stays behind the DATA of its stream; a reset throws that DATA away. What goes out when: ``outbox.py``.
 - DATA for a stream that is not there is answered by one CLOSE and dropped.
-- The first window of a stream is counted in what the link may have of them, from when the peer hears of it to the end
-  of the stream. A few streams have a large one each, many have small ones; that bounds what can be held for them.
 - What arrives before a sink is attached is held (it is within the window) and given to the sink first.
 
 This file must not know waiting, tasks, sockets, or what a stream is for.
@@ -31,7 +25,7 @@ This file must not know waiting, tasks, sockets, or what a stream is for.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, Protocol
@@ -53,28 +47,18 @@ from tunnel.frames import (
     Pong,
     data_header,
 )
+from tunnel.outbox import JOIN_BELOW, Line, Outbox
+from tunnel.windows import Window, Windows
 
-_JOIN_BELOW = 8 * 1024  # header and payload of a frame this small are one buffer: cheaper than two in a gather list
-_MAX_BUFFERS = 512  # per take; systems refuse more than 1024 in one gather list
 _REMEMBERED = 1024  # ids for which a CLOSE was sent lately: their late DATA needs no further answer
 _MAX_CREDIT = 1 << 31
-_MAX_CONTROL = 4 * 1024 * 1024  # bytes of control packets that may wait for a peer that reads nothing
-_RETURNED = 1024 * 1024  # bytes of credit that go back together: what is kept of a large window shall not slow it down
 _PROBE = 0  # the token of a PING that measures a stream
-_LEAST_WINDOW = 16 * 1024  # what a stream gets however many there are
 _NO_BUDGET = 1 << 62
-_PATIENCE = 64  # probes not made because another one's PONG is missing, before that is given up
 
-Frame = bytes | tuple[bytes, bytes]
-"""One buffer, or header and payload."""
 OnAnswer = Callable[[DialError | None], None]
 """Told how a dial ended: None is a stream that may be used."""
 Onward = Callable[[Credit | Ping | Pong], None]
 """Takes what is meant for the real end of a stream."""
-
-
-def _size(frame: Frame) -> int:
-    return len(frame) if isinstance(frame, bytes) else len(frame[0]) + len(frame[1])
 
 
 def _check_window(packet: DialReq | DialRsp) -> None:
@@ -112,45 +96,42 @@ class Sink(Protocol):
         """``stream.credit`` grew from nothing."""
 
 
-class Stream:
+class Stream(Line):
     """One stream of a session.
 
     Attributes:
         id: its number on this link.
         state: see the head of this file.
         credit: bytes that may be sent now.
-        window: bytes the peer may have on their way.
-        lent: how much of ``window`` is counted in what the link may have.
-        grown: how much of ``window`` came after the first.
+        window: what the peer may have on its way.
         sent, received: bytes of payload so far.
-        onward: set on a stream that only leads on to another link.
     """
 
     __slots__ = (
-        "_answer", "_held", "_sink", "_unreturned", "_window_left", "credit", "frame", "frames", "grown", "id", "lent",
-        "onward", "received", "sent", "session", "state", "why", "window",
+        "_answer", "_held", "_onward", "_sink", "credit", "id", "received", "sent", "session", "state", "why", "window",
     )  # fmt: skip
 
     def __init__(self, session: Session, number: int, credit: int) -> None:
+        super().__init__()
         self.session = session
         self.id = number
         self.state = State.DIALLING
         self.credit = credit
         self.why: tuple[str, str] | None = None  # of the reset, if there was one
-        self.window = self._window_left = 0  # until it is said
-        self.lent = 0
-        self.grown = 0
+        self.window = Window()
         self.sent = self.received = 0
-        self.onward: Onward | None = None
-        self._unreturned = 0
+        self._onward: Onward | None = None
         self._sink: Sink | None = None
         self._held: bytearray | None = None
-        self.frame: Frame | None = None  # the next to be sent
-        self.frames: deque[Frame] | None = None  # those behind it: mostly there are none
         self._answer: OnAnswer | None = None
 
     def __repr__(self) -> str:
-        return f"<Stream {self.id} {self.state.name} credit={self.credit} window_left={self._window_left}>"
+        return f"<Stream {self.id} {self.state.name} credit={self.credit} window_left={self.window.left}>"
+
+    def lead_on(self, onward: Onward) -> None:
+        """It only leads on to another link from now on, and ``onward`` takes what is meant for its real end."""
+        self._onward = onward
+        self.passing = True
 
     # -- the accepting side's answer
 
@@ -162,12 +143,8 @@ class Stream:
         """
         self._check_answering()
         self.state = State.OPEN
-        self.take_window(self.session.lend(self) if window is None else window)
-        self.session.send_control(DialRsp(self.id, "ok", "", self.window))
-
-    def take_window(self, size: int) -> None:
-        """For the session: so many bytes may come unasked."""
-        self.window = self._window_left = size
+        self.session.say_window(self, window)
+        self.session.send_control(DialRsp(self.id, "ok", "", self.window.size))
 
     def refuse(self, error: DialError) -> None:
         """DIALLING -> CLOSED: there will be no stream.
@@ -186,11 +163,6 @@ class Stream:
     # -- sending
 
     @property
-    def window_left(self) -> int:
-        """Bytes that the peer may still send now."""
-        return self._window_left
-
-    @property
     def may_send(self) -> bool:
         """Whether ``send`` and ``send_eof`` are legal now."""
         return self.state in _MAY_SEND
@@ -207,7 +179,7 @@ class Stream:
         self.credit -= size
         self.sent += size
         header = data_header(self.id, size)
-        self._queue(header + data if size < _JOIN_BELOW else (header, data), size + DATA_OVERHEAD)
+        self.session.out.queue(self, header + data if size < JOIN_BELOW else (header, data), size + DATA_OVERHEAD)
 
     def send_eof(self) -> None:
         """Queue the end of this direction, behind what was sent.
@@ -218,42 +190,22 @@ class Stream:
         if self.state not in _MAY_SEND:
             raise LocalProtocolError(f"cannot send EOF on {self!r}")
         frame = Eof(self.id).encode()
-        self._queue(frame, len(frame))
+        self.session.out.queue(self, frame, len(frame))
         if self.state is State.OPEN:
             self.state = State.LOCAL_EOF
         else:
             self._close()
 
-    def _queue(self, frame: Frame, size: int) -> None:
-        self.session.queued += size
-        if self.onward is not None:
-            self.session.passing += size
-        if self.frame is None:
-            self.frame = frame
-            self.session.ready.append(self)
-        elif self.frames is None:
-            self.frames = deque((frame,))
-        else:
-            self.frames.append(frame)
-
     def reset(self, code: str, text: str) -> None:
         """End both directions now, dropping what is queued. No effect once CLOSED."""
         if self.state is State.CLOSED:
             return
-        self._drop_queue()
+        self.session.out.drop(self)
         self.why = (code, text)
         self.session.send_close(self.id, code, text)
         self._close()
         if self._sink is not None:
             self._sink.on_reset(code, text)
-
-    def _drop_queue(self) -> None:
-        if self.frame is not None:
-            size = sum(map(_size, (self.frame, *(self.frames or ()))))
-            self.session.queued -= size
-            if self.onward is not None:
-                self.session.passing -= size
-            self.frame = self.frames = None
 
     # -- receiving
 
@@ -269,26 +221,19 @@ class Stream:
             sink.on_eof()
 
     def consumed(self, size: int) -> None:
-        """So many received bytes are gone for good: give credit back, half a window or a MiB at a time."""
-        self._unreturned += size
-        due = self._unreturned * 2 >= self.window or self._unreturned >= _RETURNED
+        """So many received bytes are gone for good: give credit back when there is enough of it."""
+        due = self.window.due(size)
         if due and self.state in _MAY_RECEIVE:
-            left, sink_waits = self._window_left, self._window_left + self._unreturned == self.window
-            self.give_credit(self._unreturned)
-            self._unreturned = 0
-            if sink_waits:
-                self.session.probe(self, left)
-
-    def grow(self, size: int) -> None:
-        """For the session: let the peer have so many bytes more on their way from now on."""
-        self.window += size
-        self.grown += size
-        self.give_credit(size)
+            look = self.session.windows.look(self.window)
+            self.give_credit(due)
+            self.window.unreturned = 0
+            if look:
+                self.session.send_control(Ping(self.id, _PROBE))
 
     def give_credit(self, size: int) -> None:
         """Let the peer send so many bytes more. No effect once its direction has ended."""
         if self.state in _MAY_RECEIVE:
-            self._window_left += size
+            self.window.left += size
             self.session.send_control(Credit(self.id, size))
 
     def receive_data(self, data: memoryview) -> None:
@@ -296,13 +241,10 @@ class Stream:
         size = len(data)
         if self.state not in _MAY_RECEIVE:
             raise RemoteProtocolError(f"DATA for stream {self.id}, which is {self.state.name}")
-        if size > self._window_left:
-            text = f"DATA of {size} bytes for stream {self.id}, with credit for {self._window_left}"
+        if not self.session.windows.arrived(self.window, size):
+            text = f"DATA of {size} bytes for stream {self.id}, with credit for {self.window.left}"
             raise RemoteProtocolError(text, bound="credit")
-        self._window_left -= size
         self.received += size
-        if self.session.probed is self:
-            self.session.probed_left -= size
         if self._sink is not None:
             self._sink.on_data(data)
         elif self._held is None:
@@ -314,7 +256,7 @@ class Stream:
         """For the session."""
         if self.state not in _MAY_RECEIVE:
             raise RemoteProtocolError(f"EOF for stream {self.id}, which is {self.state.name}")
-        self.session.look_away(self)
+        self.session.windows.look_away(self.window)
         if self.state is State.OPEN:
             self.state = State.REMOTE_EOF
         else:
@@ -330,10 +272,27 @@ class Stream:
             raise RemoteProtocolError(
                 f"CREDIT of {packet.amount} for stream {self.id}, which has {had}", bound="credit"
             )
-        if self.onward is not None:
-            self.onward(packet)
+        if self._onward is not None:
+            self._onward(packet)
         elif not had and self._sink is not None and self.state in _MAY_SEND:
             self._sink.on_credit()
+
+    def receive_ping(self, packet: Ping) -> None:
+        """For the session."""
+        if self._onward is not None:
+            self._onward(packet)
+        else:
+            self.session.send_control(Pong(packet.stream, packet.token))
+
+    def receive_pong(self, packet: Pong) -> None:
+        """For the session: what came ahead of it was sent without the credit that the PING went along with."""
+        if self._onward is not None:
+            self._onward(packet)
+            return
+        size = self.session.windows.growth(self.window)
+        if size and self.state in _MAY_RECEIVE:
+            self.session.windows.grow(self.window, size)
+            self.give_credit(size)
 
     def receive_answer(self, packet: DialRsp) -> None:
         """For the session."""
@@ -351,7 +310,7 @@ class Stream:
     def receive_close(self, code: str, text: str) -> None:
         """For the session: CLOSE arrived, or the link is gone."""
         dialling = self.state is State.DIALLING
-        self._drop_queue()
+        self.session.out.drop(self)
         self.why = (code, text)
         self._close()
         if dialling and self.session.opener:
@@ -388,11 +347,11 @@ class Session:
         on_bound: called with the name of a bound when it bites; see ``bounds.py``.
 
     Attributes:
+        out: what is to be sent.
+        windows: what may come.
         pings, dials: how many PINGs and DIAL_REQs have come since whoever looks has set them to 0.
-        queued: bytes of DATA and EOF frames waiting to be taken.
-        passing: how many of them came from another link; their sender is bound by its window alone.
         most_data: longest payload that the peer takes in one frame.
-        frames_sent, frames_received: of streams, so far.
+        frames_received: of streams, so far.
     """
 
     def __init__(
@@ -409,33 +368,22 @@ class Session:
         on_bound: Callable[[str], None] = lambda _bound: None,
     ) -> None:
         self.opener = opener
-        self.first_window = window
         self.most_data = MAX_U32
-        self.probed: Stream | None = None  # whose window is being looked at
-        self.probed_left = 0  # what its peer may still send without the credit that the PING goes along with
-        self._waited = 0
-        self._most_window = most_window
-        self._spare = spare
-        self._budget = budget
+        self.out = Outbox()
+        self.windows = Windows(window, budget, most_window, spare, lambda: on_bound("link_window"))
         self.pings = self.dials = 0
-        self.queued = 0
-        self.passing = 0
-        self.frames_sent = self.frames_received = 0
+        self.frames_received = 0
         self._closed_sent = self._closed_received = 0  # bytes of the streams that are CLOSED
-        self.ready: deque[Stream] = deque()  # streams with frames, in the order of their turns
         self._on_dial = on_dial
         self._on_control = on_control
         self._on_streams = on_streams
-        self._on_bound = on_bound
         self._streams: dict[int, Stream] = {}
-        self._control: list[bytes] = []
-        self._control_size = 0
         self._last_id = 0
         self._closes: OrderedDict[int, None] = OrderedDict()
 
     def __repr__(self) -> str:
         side = "opener" if self.opener else "acceptor"
-        return f"<Session {side} streams={len(self._streams)} queued={self.queued} control={len(self._control)}>"
+        return f"<Session {side} streams={len(self._streams)} {self.out}>"
 
     @property
     def streams(self) -> int:
@@ -451,6 +399,11 @@ class Session:
     def received(self) -> int:
         """Payload bytes that arrived so far. Costs a look at every stream."""
         return self._closed_received + sum(stream.received for stream in self._streams.values())
+
+    @property
+    def frames_sent(self) -> int:
+        """Frames of streams that went out so far."""
+        return self.out.frames_sent
 
     # -- what this side does
 
@@ -470,16 +423,14 @@ class Session:
         if self._last_id == MAX_U32:
             raise LinkLost("all stream ids of the link were used")
         stream = self._add(self._last_id + 1, 0)
-        stream.take_window(self.lend(stream) if window is None else window)
+        self.say_window(stream, window)
         stream.on_answer(on_answer)
-        self.send_control(DialReq(stream.id, host, port, stream.window, min(ms, MAX_U32), options))
+        self.send_control(DialReq(stream.id, host, port, stream.window.size, min(ms, MAX_U32), options))
         return stream
 
     def send_control(self, packet: Packet) -> None:
         """Queue a control packet, ahead of all DATA."""
-        frame = packet.encode()
-        self._control.append(frame)
-        self._control_size += len(frame)
+        self.out.control(packet)
 
     def send_close(self, number: int, code: str, text: str) -> None:
         """Queue a CLOSE, and remember that late DATA of this stream needs no other."""
@@ -493,14 +444,12 @@ class Session:
         for stream in list(self._streams.values()):
             stream.receive_close(code, text)
 
-    def lend(self, stream: Stream) -> int:
-        """A first window for a stream that has none yet."""
-        size = min(self.first_window, max(_LEAST_WINDOW, self._budget // 4))
-        if size < self.first_window:
-            self._on_bound("link_window")
-        stream.lent = size
-        self._budget -= size
-        return size
+    def say_window(self, stream: Stream, size: int | None) -> None:
+        """For a stream that has no window yet; None: what the link lends."""
+        if size is None:
+            self.windows.lend(stream.window)
+        else:
+            stream.window.say(size)
 
     def _add(self, number: int, credit: int) -> Stream:
         self._last_id = number
@@ -511,56 +460,10 @@ class Session:
     def forget(self, stream: Stream) -> None:
         """For a stream that closed."""
         if self._streams.pop(stream.id, None) is not None:
-            self._spare += stream.grown
-            self._budget += stream.lent
+            self.windows.take_back(stream.window)
             self._closed_sent += stream.sent
             self._closed_received += stream.received
-            self.look_away(stream)
             self._on_streams(len(self._streams))
-
-    # -- what is to be sent
-
-    @property
-    def own_queued(self) -> int:
-        """Bytes queued by those on this side, who can wait."""
-        return self.queued - self.passing
-
-    @property
-    def has_output(self) -> bool:
-        """Whether ``take`` would give anything."""
-        return bool(self._control or self.queued)
-
-    def take(self, limit: int) -> list[bytes]:
-        """The buffers to send next, in order: all control packets, then whole frames up to about ``limit`` bytes."""
-        buffers: list[bytes] = []
-        if self._control:
-            buffers.append(self._control[0] if len(self._control) == 1 else b"".join(self._control))
-            self._control.clear()
-            self._control_size = 0
-        taken = 0
-        ready = self.ready
-        while ready and taken < limit and len(buffers) < _MAX_BUFFERS:
-            stream = ready.popleft()
-            frame = stream.frame
-            if frame is None:  # it was reset
-                continue
-            if stream.frames:
-                stream.frame = stream.frames.popleft()
-                ready.append(stream)
-            else:
-                stream.frame = stream.frames = None
-            if isinstance(frame, bytes):
-                buffers.append(frame)
-                size = len(frame)
-            else:
-                buffers += frame
-                size = len(frame[0]) + len(frame[1])
-            if stream.onward is not None:
-                self.passing -= size
-            self.frames_sent += 1
-            taken += size
-        self.queued -= taken
-        return buffers
 
     # -- what was received
 
@@ -593,20 +496,10 @@ class Session:
         else:
             handler(self, packet)
 
-    @property
-    def clogged(self) -> bool:
-        """Whether more control packets wait for the peer than it should leave unread."""
-        return self._control_size > _MAX_CONTROL
-
-    @property
-    def crowded(self) -> bool:
-        """Whether so much waits that what comes from other links should stop: only this peer's own may end its link."""
-        return self._control_size * 2 > _MAX_CONTROL
-
     def _check_control(self) -> None:
         """Who sends what has to be answered must read the answers."""
-        if self.clogged:
-            raise RemoteProtocolError(f"{self._control_size} bytes of answers are waiting to be read", bound="answers")
+        if self.out.clogged:
+            raise RemoteProtocolError(f"{self.out.unread} bytes of answers are waiting to be read", bound="answers")
 
     def _receive_dial_req(self, packet: DialReq) -> None:
         if self.opener:
@@ -645,42 +538,20 @@ class Session:
     def _receive_greeting(self, packet: Packet) -> None:
         raise RemoteProtocolError(f"{type(packet).__name__.upper()} after the handshake")
 
-    def probe(self, stream: Stream, left: int) -> None:
-        """For a stream that returns credit, and whose peer had ``left`` before: is it the window that bounds it?"""
-        self._waited += 1
-        free = self.probed is None or self._waited > _PATIENCE
-        if free and self._spare and stream.window < self._most_window:
-            self._waited = 0
-            self.probed, self.probed_left = stream, left
-            self.send_control(Ping(stream.id, _PROBE))
-
-    def look_away(self, stream: Stream) -> None:
-        """For a stream to which no byte will come any more: another one may be probed."""
-        if self.probed is stream:
-            self.probed = None
+    def _receive_ping(self, packet: Ping) -> None:
+        self.pings += 1
+        stream = self._streams.get(packet.stream)
+        if stream is not None:
+            stream.receive_ping(packet)
+        elif packet.stream == 0:
+            self.send_control(Pong(packet.stream, packet.token))
 
     def _receive_pong(self, packet: Pong) -> None:
         stream = self._streams.get(packet.stream)
         if packet.stream == 0:
             self._on_control(packet)
-        if stream is None:
-            return
-        if stream.onward is not None:
-            stream.onward(packet)
-        elif stream is self.probed:
-            self.probed = None
-            if not self.probed_left and stream.state in _MAY_RECEIVE:
-                size = min(stream.window, self._most_window - stream.window, self._spare)
-                self._spare -= size
-                stream.grow(size)
-
-    def _receive_ping(self, packet: Ping) -> None:
-        self.pings += 1
-        stream = self._streams.get(packet.stream)
-        if stream is not None and stream.onward is not None:
-            stream.onward(packet)
-        elif stream is not None or packet.stream == 0:
-            self.send_control(Pong(packet.stream, packet.token))
+        elif stream is not None:
+            stream.receive_pong(packet)
 
 
 _HANDLERS: dict[type[Packet], Callable[[Session, Any], None]] = {

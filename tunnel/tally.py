@@ -34,8 +34,13 @@ class Histogram:
 class Carrier(Protocol):
     """Something that counts what it carries, as long as it is there."""
 
-    frames_sent: int
-    frames_received: int
+    @property
+    def frames_sent(self) -> int:
+        """Frames one way."""
+
+    @property
+    def frames_received(self) -> int:
+        """Frames the other way."""
 
     @property
     def sent(self) -> int:

@@ -320,7 +320,7 @@ class _Consumer:
         assert not self.ended
         assert not self.was_reset
         self.held += len(data)
-        assert self.held <= self.stream.window, "more than the window"
+        assert self.held <= self.stream.window.size, "more than the window"
         if self._manner == 0:
             self.consume()
         elif self._manner == 1:
@@ -382,7 +382,7 @@ class _Harness:
         self.session.receive_data(number, memoryview(bytes(size + 1)))
 
     def _take(self) -> None:
-        self._checker.feed(b"".join(self.session.take(self._draw.number())))
+        self._checker.feed(b"".join(self.session.out.take(self._draw.number())))
         assert not self._checker.failed
 
     def _act(self) -> None:
@@ -415,13 +415,13 @@ class _Harness:
     def check(self) -> None:
         session, live = self.session, [stream for stream in self._streams if stream.state is not State.CLOSED]
         assert session.streams == self._count == len(live)
-        assert session.queued >= 0
-        assert session.passing == 0
+        assert session.out.queued >= 0
+        assert session.out.passing == 0
         assert session.sent >= 0
         for stream in live:
             assert 0 <= stream.credit <= _MOST_CREDIT
-            assert 0 <= stream.window_left <= stream.window <= _MOST_WINDOW
-        assert sum(stream.grown for stream in live) <= _SPARE
+            assert 0 <= stream.window.left <= stream.window.size <= _MOST_WINDOW
+        assert sum(stream.window.grown for stream in live) <= _SPARE
 
     def end(self) -> None:
         self.session.end("link_lost", "the link is gone")
@@ -430,9 +430,9 @@ class _Harness:
         for stream, consumer in self._consumers.items():
             assert consumer.ended or consumer.was_reset
             assert stream.state is State.CLOSED
-        while self.session.has_output:
+        while self.session.out:
             self._take_all()
-        assert self.session.queued == 0
+        assert self.session.out.queued == 0
         self._check_nothing_follows_close()
         answered = sum(len(each.encode()) for each in self._checker.seen if isinstance(each, Packet))
         assert answered <= 128 * self.steps, "answers that are larger than what they answer"
@@ -446,7 +446,7 @@ class _Harness:
                 closed.add(number)
 
     def _take_all(self) -> None:
-        self._checker.feed(b"".join(self.session.take(1 << 20)))
+        self._checker.feed(b"".join(self.session.out.take(1 << 20)))
         assert not self._checker.failed
 
 
