@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tunnel import frontends, lifecycle, programs, session
+from tunnel import frontends, lifecycle, outbox, programs, session
 from tunnel.admin.openapi import document
 from tunnel.config import Limits, Timeouts
 from tunnel.sync import SyncState
@@ -20,7 +20,14 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 BOUNDS = PAGE.split("\n## Bounds\n")[1].split("\n## ")[0]
 
-LEVELS = {"debug": "debug", "info": "info", "warning": "warning", "error": "error", "exception": "error"}
+LEVELS = {
+    "trace": "trace",
+    "debug": "debug",
+    "info": "info",
+    "warning": "warning",
+    "error": "error",
+    "exception": "error",
+}
 NAMED_ELSEWHERE = {"drain deadline, cutting", "second signal, cutting", *(f"sync {state.value}" for state in SyncState)}
 
 
@@ -86,7 +93,7 @@ def test_every_bound_that_bites_is_in_the_manual() -> None:
 
 
 def test_the_manual_has_the_defaults_of_all_bounds() -> None:
-    wanted = {**asdict(Limits()), "answers": session._MAX_CONTROL, "credit": session._MAX_CREDIT}
+    wanted = {**asdict(Limits()), "answers": outbox._MAX_CONTROL, "credit": session._MAX_CREDIT}
     wanted |= {"handshake_time": Timeouts().handshake, "head_time": Timeouts().head}
     assert bounds(BOUNDS) == wanted
 

@@ -85,6 +85,7 @@ def held() -> Iterator[None]:
 async def live_through(
     life: Lifecycle,
     *presses: Press,
+    dump: Callable[[], object] = list,
     drain: Callable[[], object] | None = None,
     undrain: Callable[[], object] | None = None,
     connection: float = 0.0,
@@ -92,7 +93,7 @@ async def live_through(
     """A whole life, with signals after so many seconds each, perhaps with a connection; the seconds it took."""
     began = trio.current_time()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(live, life, drain, undrain)
+        nursery.start_soon(live, life, dump, drain, undrain)
         await life.phase.wait_value(Phase.READY)
         if connection:
             life.spawn(trio.sleep, connection)
@@ -165,7 +166,7 @@ async def test_a_third_within_half_a_second_of_the_second_is_none(
 @pytest.mark.usefixtures("held")
 async def test_one_that_came_while_it_was_loaded_leaves(autojump_clock: MockClock, life: Lifecycle) -> None:
     signal.raise_signal(signal.SIGTERM)
-    assert await live(life) == 0
+    assert await live(life, list) == 0
 
 
 @pytest.mark.usefixtures("held")
@@ -193,6 +194,14 @@ async def test_usr1_and_usr2_are_drain_and_undrain(autojump_clock: MockClock, li
     presses = [(0, signal.SIGUSR1), (0.1, signal.SIGUSR2), (0.1, signal.SIGUSR1), (0, signal.SIGTERM)]
     await live_through(life, *presses, drain=lambda: done.append("drain"), undrain=lambda: done.append("undrain"))
     assert done == ["drain", "undrain", "drain"]
+    assert life.exit_code == 0
+
+
+async def test_quit_has_it_say_what_it_holds(autojump_clock: MockClock, life: Lifecycle) -> None:
+    dumps: list[None] = []
+    presses = [(0, signal.SIGQUIT), (0.1, signal.SIGQUIT), (1, signal.SIGTERM)]
+    await live_through(life, *presses, dump=lambda: dumps.append(None))
+    assert len(dumps) == 2
     assert life.exit_code == 0
 
 
@@ -254,7 +263,7 @@ async def test_a_service_manager_hears_when_it_is_ready_and_when_it_stops(
     autojump_clock: MockClock, life: Lifecycle, manager: socket.socket
 ) -> None:
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(live, life)
+        nursery.start_soon(live, life, list)
         await life.phase.wait_value(Phase.READY)
         await wait_all_tasks_blocked()
         assert _heard(manager) == ["READY=1", "WATCHDOG=1", "STATUS=ready, 0 open"]
@@ -267,7 +276,7 @@ async def test_a_service_manager_hears_that_it_lives_twice_as_often_as_it_asks_f
 ) -> None:
     monkeypatch.setenv("WATCHDOG_USEC", "4000000")
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(live, life)
+        nursery.start_soon(live, life, list)
         await life.phase.wait_value(Phase.READY)
         await wait_all_tasks_blocked()
         _heard(manager)
@@ -281,7 +290,7 @@ async def test_without_a_service_manager_nothing_is_said(
 ) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET")
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(live, life)
+        nursery.start_soon(live, life, list)
         await life.phase.wait_value(Phase.READY)
         life.leave()
     assert _heard(manager) == []

@@ -26,7 +26,7 @@ from typing import Any
 import trio
 from trio_util import AsyncValue
 
-from tunnel import logs, turns
+from tunnel import logs, turns, wiretrace
 from tunnel.bounds import Bounds, Rate
 from tunnel.config import Limits, Timeouts
 from tunnel.errors import (
@@ -127,6 +127,7 @@ class Link:
             on_control=self._control,
             on_streams=partial(setattr, self.open_streams, "value"),
             on_bound=self._hit,
+            out=wiretrace.TracedOutbox(self._peer_name) if wiretrace.wanted() else None,
         )
         self._decoder = Decoder(limits.body_before_auth, self._shake_hands, self._refuse_data)
         self._decoder.strict = True
@@ -143,12 +144,15 @@ class Link:
 
     def __repr__(self) -> str:
         state = f"ended: {self.why}" if self.why else "linked" if self._linked.is_set() else "shaking hands"
-        return f"<Link {self.peer.name if self.peer else '?'} {state} {self.session!r}>"
+        return f"<Link {self._peer_name()} {state} {self.session!r}>"
 
     @property
     def peer(self) -> Identity | None:
         """Who is at the other end."""
         return self._handshake.peer
+
+    def _peer_name(self) -> str:
+        return self.peer.name if self.peer else "?"
 
     @property
     def server_count(self) -> int:
@@ -379,7 +383,8 @@ class Link:
             self.session.most_data = self.peer.body_limit - DATA_BODY_OVERHEAD
             self._decoder.limit = self._limits.body
             self._decoder.strict = False
-            self._decoder.on_packet = self.session.receive_packet
+            take = self.session.receive_packet
+            self._decoder.on_packet = wiretrace.traced(self._peer_name, take) if wiretrace.wanted() else take
             self._decoder.on_data = self.session.receive_data
             self.since = trio.current_time()
             self._linked.set()

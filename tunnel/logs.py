@@ -27,6 +27,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+TRACE = 5  # below logging.DEBUG
+logging.addLevelName(TRACE, "TRACE")
+
 _MOST_LINES = 10_000  # that wait for who reads them
 _SELDOM = 60.0  # seconds between two lines about the same thing, where such are held back
 _MOST_THINGS = 1000  # that are remembered for that
@@ -43,6 +46,15 @@ class Logger:
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
+
+    @property
+    def traces(self) -> bool:
+        """Whether ``trace`` says anything."""
+        return self._logger.isEnabledFor(TRACE)
+
+    def trace(self, event: str, **facts: object) -> None:
+        """Say what only someone wants to read who looks at single packets."""
+        self._log(TRACE, event, facts)
 
     def debug(self, event: str, **facts: object) -> None:
         """Say what only someone who looks for a fault wants to read."""
@@ -78,8 +90,8 @@ def get_logger(name: str) -> Logger:
 def configure(level: str, fmt: str, stream: TextIO | None = None) -> None:
     """Send this process's log to ``stream``, or stderr; a second call replaces the first.
 
-    ``level`` is debug, info, warning or error, and holds for this package; of all others only warnings and errors are
-    shown. ``fmt`` is logfmt, json, or auto: logfmt on a terminal and JSON elsewhere.
+    ``level`` is trace, debug, info, warning or error, and holds for this package; of all others only warnings and
+    errors are shown. ``fmt`` is logfmt, json, or auto: logfmt on a terminal and JSON elsewhere.
     """
     stream = stream or sys.stderr
     if fmt == "auto":

@@ -167,7 +167,10 @@ budget = option(
 
 
 def log_options(command: Callable[..., None]) -> Callable[..., None]:
-    levels, formats = click.Choice(["debug", "info", "warning", "error"]), click.Choice(["auto", "logfmt", "json"])
+    levels, formats = (
+        click.Choice(["trace", "debug", "info", "warning", "error"]),
+        click.Choice(["auto", "logfmt", "json"]),
+    )
     level = option("--log-level", type=levels, default="info", help="The least grave events to show.")
     fmt = option("--log-format", type=formats, default="auto", help="auto: logfmt on a terminal, json elsewhere.")
     return level(fmt(command))

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from tunnel import logs, turns
+from tunnel.dump import dump
 from tunnel.errors import first_of
 from tunnel.listen import BindError
 from tunnel.signals import live
@@ -45,7 +46,9 @@ def run_server(config: ServerConfig) -> int:
     from tunnel.server import Server
 
     server = Server(config)
-    return _run(_operated(partial(live, server.life, look=_looks(server.secure)), ServerDesk(server), config.admin))
+    desk = ServerDesk(server)
+    under_signals = partial(live, server.life, partial(dump, server.life, desk), look=_looks(server.secure))
+    return _run(_operated(under_signals, desk, config.admin))
 
 
 def run_agent(config: AgentConfig) -> int:
@@ -54,11 +57,11 @@ def run_agent(config: AgentConfig) -> int:
     from tunnel.desk import AgentDesk
 
     agent = Agent(config)
-    return _run(
-        _operated(
-            partial(live, agent.life, agent.drain, agent.undrain, _looks(agent.secure)), AgentDesk(agent), config.admin
-        )
+    desk = AgentDesk(agent)
+    under_signals = partial(
+        live, agent.life, partial(dump, agent.life, desk), agent.drain, agent.undrain, _looks(agent.secure)
     )
+    return _run(_operated(under_signals, desk, config.admin))
 
 
 def run_forwarder(config: ClientConfig, forwards: Sequence[Forward]) -> int:
@@ -66,7 +69,8 @@ def run_forwarder(config: ClientConfig, forwards: Sequence[Forward]) -> int:
     from tunnel.forwarder import Forwarder
 
     forwarder = Forwarder(config, forwards)
-    return _run(partial(live, forwarder.life, look=_looks(forwarder.client.secure)))
+    look = _looks(forwarder.client.secure)
+    return _run(partial(live, forwarder.life, partial(dump, forwarder.life, None), look=look))
 
 
 def _looks(secure: Files) -> Callable[[], None] | None:

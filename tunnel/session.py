@@ -345,6 +345,7 @@ class Session:
         on_control: called with each packet that is about the link, but for PING, which is answered here.
         on_streams: called with the number of streams whenever it changes.
         on_bound: called with the name of a bound when it bites; see ``bounds.py``.
+        out: where what is to be sent waits, if not in an outbox of its own.
 
     Attributes:
         out: what is to be sent.
@@ -366,10 +367,11 @@ class Session:
         on_control: Callable[[Packet], None],
         on_streams: Callable[[int], None],
         on_bound: Callable[[str], None] = lambda _bound: None,
+        out: Outbox | None = None,
     ) -> None:
         self.opener = opener
         self.most_data = MAX_U32
-        self.out = Outbox()
+        self.out = Outbox() if out is None else out
         self.windows = Windows(window, budget, most_window, spare, lambda: on_bound("link_window"))
         self.pings = self.dials = 0
         self.frames_received = 0

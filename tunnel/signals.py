@@ -1,8 +1,9 @@
 """What signals mean to a running program, and what its service manager hears of it.
 
 SIGTERM and SIGINT alike begin to leave; another one, at least half a second later, cuts at once; a third ends the
-process. SIGUSR1 and SIGUSR2 are the operator's drain and undrain, where the program has them. SIGHUP has a program look
-at its files at once, where it follows any; otherwise it ends it, as it does when a terminal is closed.
+process. SIGUSR1 and SIGUSR2 are the operator's drain and undrain, where the program has them. SIGQUIT has it say what
+it holds. SIGHUP has a program look at its files at once, where it follows any; otherwise it ends it, as it does when a
+terminal is closed.
 
 Rules that hold here:
 
@@ -83,10 +84,16 @@ async def _tell_manager(life: Lifecycle) -> None:
 
 
 async def live(
-    life: Lifecycle, drain: Command | None = None, undrain: Command | None = None, look: Command | None = None
+    life: Lifecycle,
+    dump: Command,
+    drain: Command | None = None,
+    undrain: Command | None = None,
+    look: Command | None = None,
 ) -> int:
     """Run a whole program under signals; the exit code."""
-    commands = {signal.SIGUSR1: drain, signal.SIGUSR2: undrain} | ({signal.SIGHUP: look} if look else {})
+    commands = {signal.SIGQUIT: dump, signal.SIGUSR1: drain, signal.SIGUSR2: undrain}
+    if look:
+        commands[signal.SIGHUP] = look
     async with trio.open_nursery() as nursery:
         await nursery.start(_obey, life, commands)
         nursery.start_soon(_tell_manager, life)
