@@ -38,6 +38,7 @@ from tunnel.config import AgentConfig, Limits, Timeouts
 from tunnel.connect import Address, Connector
 from tunnel.drain import DrainPhase
 from tunnel.errors import AddressError, Denied, Refused, StreamReset
+from tunnel.explain import explain
 from tunnel.frames import (
     Close,
     Decoder,
@@ -83,7 +84,7 @@ def _above(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
 
 def _states(house: House) -> list[str]:
     """Of all backends, as the server sees them."""
-    considered = house.server.backends.explain(Target("anything", 1)).considered
+    considered = explain(house.server.backends, Target("anything", 1)).considered
     return [candidate.state for key in considered for candidate in key.candidates]
 
 

@@ -18,9 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from trio.testing import MockClock, memory_stream_pair, wait_all_tasks_blocked
 
 from tunnel.address import Identifier, Target
-from tunnel.backends import Backend, Backends, Explanation
+from tunnel.backends import Backend, Backends
 from tunnel.config import STRATEGIES, Claims, Limits, Timeouts
 from tunnel.errors import DialError, DialTimeout, LinkClosed, LinkLost, NoBackend, Refused, RefusedDraining, TooMany
+from tunnel.explain import Explanation, explain
 from tunnel.frames import (
     MAX_U32,
     DialReq,
@@ -349,7 +350,7 @@ class Model(RuleBasedStateMachine):
     @rule(host=st.sampled_from(HOSTS), agent=st.none() | st.sampled_from(["edge-1", "nobody"]))
     def explain(self, host: str, agent: str | None) -> None:
         state, strategy, allowed = self.expected(host, agent, None)
-        explanation = self.backends.explain(Target(host, 1), agent)
+        explanation = explain(self.backends, Target(host, 1), agent)
         if not allowed:
             assert explanation == Explanation(Target(host, 1), None, ())
             return
@@ -363,7 +364,7 @@ class Model(RuleBasedStateMachine):
 
     def expected(self, host: str, agent: str | None, besides: str | None) -> tuple[BackendState, str, list[Backend]]:
         """The pass, the strategy, and who may be picked."""
-        strategies = self.backends.strategies
+        strategies = self.backends.index.strategies
         for state in (ACTIVE, DRAINING):
             ranks = {
                 one: rank
@@ -400,9 +401,9 @@ class Model(RuleBasedStateMachine):
                 }
                 for priority, tier in bucket._tiers.items()
             }
-            for key, bucket in self.backends._buckets.items()
+            for key, bucket in self.backends.index.buckets.items()
         }
-        for bucket in self.backends._buckets.values():
+        for bucket in self.backends.index.buckets.values():
             assert bucket._order == sorted(bucket._tiers)
             for tier in bucket._tiers.values():
                 for pool in tier.values():
@@ -411,10 +412,10 @@ class Model(RuleBasedStateMachine):
     @invariant()
     def what_is_worth_looking_for_is_counted_exactly(self) -> None:
         keys = set().union(*(one.keys for one in self.known if one.state in (ACTIVE, DRAINING)))
-        assert self.backends._suffixes == sum(kind == "suffix" for kind, _, _ in keys)
+        assert self.backends.index._suffixes == sum(kind == "suffix" for kind, _, _ in keys)
         for family in ("cidr4", "cidr6"):
             lengths = Counter(bits for kind, _, bits in keys if kind == family)
-            assert dict(self.backends._prefixes[family]) == dict(lengths)
+            assert dict(self.backends.index._prefixes[family]) == dict(lengths)
 
 
 def contents(bag: Bag[Any]) -> set[Any]:
@@ -565,7 +566,7 @@ def test_claiming_a_host_twice_is_claiming_it_once() -> None:
     )
     assert backends.decide(TARGET).backend is backend
     backends.remove(backend)
-    assert not backends._buckets
+    assert not backends.index.buckets
 
 
 def test_no_agent_at_all_is_said_so() -> None:
@@ -763,7 +764,7 @@ def test_one_that_is_gone_stays_gone(change: str) -> None:
     backend = joined(backends)
     backends.remove(backend)
     getattr(backends, change)(backend)
-    assert (backend.state, len(backends), backends._buckets) == (GONE, 0, {})
+    assert (backend.state, len(backends), backends.index.buckets) == (GONE, 0, {})
 
 
 def test_a_drain_after_the_end_is_acked_and_does_nothing() -> None:
@@ -1012,7 +1013,7 @@ def test_an_explanation_lists_every_match_in_the_order_of_preference() -> None:
     joined(backends, "exact", claims("host=a.db.internal"))
     joined(backends, "long", claims("suffix=.db.internal"))
     joined(backends, "short", claims("suffix=.internal", default_route=True))
-    explanation = backends.explain(Target("a.db.internal", 1))
+    explanation = explain(backends, Target("a.db.internal", 1))
     assert explanation.decision is not None
     assert (explanation.decision.strategy, explanation.decision.key) == ("destHost", "host=a.db.internal")
     assert explanation.decision.backend.name == "exact"
@@ -1066,7 +1067,7 @@ def test_an_explanation_says_what_became_of_each(
     backends = Backends()
     for name, said, draining in members:
         joined(backends, name, said, draining=draining)
-    explanation = backends.explain(TARGET)
+    explanation = explain(backends, TARGET)
     assert table(explanation) == wanted
     assert (explanation.decision is None) == (not wanted)
 
@@ -1076,7 +1077,7 @@ def test_verdicts_say_why() -> None:
     joined(backends, "a", claims(priority=1), draining=True)
     joined(backends, "b", claims(priority=1))
     joined(backends, "c", claims(priority=2))
-    (considered,) = backends.explain(TARGET).considered
+    (considered,) = explain(backends, TARGET).considered
     assert considered.verdict == "used: the first that has an active agent"
     assert {one.agent: one.verdict for one in considered.candidates} == {
         "a": "passed over: draining, and another is active",
@@ -1088,7 +1089,7 @@ def test_verdicts_say_why() -> None:
 def test_equals_are_called_so() -> None:
     backends = Backends()
     crowd(backends, 2)
-    (considered,) = backends.explain(TARGET).considered
+    (considered,) = explain(backends, TARGET).considered
     assert sorted(one.verdict for one in considered.candidates) == [
         "equal: each dial takes the better of two random ones",
         "picked",
@@ -1099,7 +1100,7 @@ def test_a_candidate_is_described() -> None:
     backends = Backends()
     backend = joined(backends, "edge", claims(priority=3), instance=INSTANCES[0], draining=True)
     link_of(backend).session.streams = 7
-    ((candidate,),) = (one.candidates for one in backends.explain(TARGET).considered)
+    ((candidate,),) = (one.candidates for one in explain(backends, TARGET).considered)
     assert (candidate.agent, candidate.instance, candidate.state) == ("edge", INSTANCES[0], "draining")
     assert (candidate.priority, candidate.streams) == (3, 7)
 
@@ -1107,7 +1108,7 @@ def test_a_candidate_is_described() -> None:
 def test_matches_after_the_one_that_serves_in_a_fallback_are_said_to_come_later() -> None:
     backends = Backends()
     joined(backends, "edge", claims("host=db.internal"), draining=True)
-    first, second = backends.explain(TARGET).considered
+    first, second = explain(backends, TARGET).considered
     assert first.verdict == "used: the first, and no match has an active agent"
     assert second.verdict == "not used: an earlier match serves"
 
@@ -1117,7 +1118,7 @@ def test_an_active_one_behind_a_hundred_draining_ones_is_seen() -> None:
     for member in crowd(backends, 150):
         backends.mark(member)
     joined(backends, "spare", claims(priority=1))
-    (considered,) = backends.explain(TARGET).considered
+    (considered,) = explain(backends, TARGET).considered
     assert considered.verdict == "used: the first that has an active agent"
     assert len(considered.candidates) == 100
 
@@ -1126,8 +1127,8 @@ def test_an_explanation_may_be_about_one_agent() -> None:
     backends = Backends()
     joined(backends, "a", claims("host=db.internal"))
     joined(backends, "b")
-    assert table(backends.explain(TARGET, "b")) == [("agent", "agent=b", "used", [("b", "picked")])]
-    assert backends.explain(TARGET, "nobody") == Explanation(TARGET, None, ())
+    assert table(explain(backends, TARGET, "b")) == [("agent", "agent=b", "used", [("b", "picked")])]
+    assert explain(backends, TARGET, "nobody") == Explanation(TARGET, None, ())
 
 
 def test_explaining_changes_nothing() -> None:
@@ -1135,7 +1136,7 @@ def test_explaining_changes_nothing() -> None:
     members = [*crowd(backends, 3), joined(backends, "leaving", claims("host=db.internal"), draining=True)]
     before = [(member.state, member.streams) for member in members]
     backends.mark(members[0])
-    backends.explain(TARGET)
+    explain(backends, TARGET)
     backends.unmark(members[0])
     assert [(member.state, member.streams) for member in members] == before
     assert (backends.fallbacks, backends.redispatched) == (0, Counter())
@@ -1149,7 +1150,7 @@ def test_networks_are_spelled_as_they_were_claimed() -> None:
         "10.1.2.3": ["cidr=10.1.0.0/16", "cidr=0.0.0.0/0"],
         "2001:db8::1": ["cidr=2001:db8::/32", "cidr=::/0"],
     }.items():
-        assert [one.key for one in backends.explain(Target(host, 1)).considered] == keys
+        assert [one.key for one in explain(backends, Target(host, 1)).considered] == keys
 
 
 # -- dialling, with links that do as they are told

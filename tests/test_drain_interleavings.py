@@ -576,7 +576,7 @@ class World:
                 derived[key, one.priority, one.state, one.name].add(one)
         found = {
             (key, priority, state, name): set(bag)
-            for key, bucket in manager._buckets.items()
+            for key, bucket in manager.index.buckets.items()
             for priority, tier in bucket._tiers.items()
             for state, pool in tier.items()
             for name, bag in pool._by_name.items()

@@ -33,6 +33,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from tunnel.config import Timeouts
 from tunnel.connect import Connector
+from tunnel.explain import explain
 from tunnel.http_connect import ESTABLISHED
 
 Enter = Callable[[Talk], Awaitable[tuple[trio.SocketStream, Service]]]
@@ -336,7 +337,7 @@ async def test_a_dial_that_succeeds_when_its_client_has_left_is_undone(house: Ho
     await house.idle()
     await agent.life.open.wait_value(0)
     (link,) = agent.sync.links.values()
-    (key,) = house.server.backends.explain(service.target).considered
+    (key,) = explain(house.server.backends, service.target).considered
     assert [link.open_streams.value, *(backend.streams for backend in key.candidates)] == [0, 0]
 
 

@@ -6,9 +6,8 @@
 Rules that hold here:
 
 - Two passes: ACTIVE backends over all strategies in order, then DRAINING ones over all strategies in order. FINAL ones
-  are in no pool. Within ``destHost``: the exact host, then the longest suffix, then the longest CIDR.
-- Nothing here scans backends to serve a dial. What a pick costs depends on the labels of a name and on how many
-  different CIDR lengths are claimed, not on how many agents there are.
+  are in no pool. Who matches a target is ``matching.py``'s, one of them is chosen in ``pools.py``.
+- Nothing here scans backends to serve a dial.
 - Between a pick and the registration of its dial on the link there is no await: one thread is the only lock.
 - A dial whose link is lost, or whose agent is leaving or has too many, before the answer goes once to another instance,
   within the first deadline. No byte of the client has moved by then.
@@ -18,33 +17,27 @@ This file must not know front-ends, sockets, or how an agent came to be linked.
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 import trio
 
 from tunnel import logs
-from tunnel.address import Identifier, Target, host_kind
+from tunnel.address import Target
 from tunnel.config import STRATEGIES, Claims
 from tunnel.errors import DialError, DialTimeout, LinkLost, NoBackend, RefusedDraining, TooMany
 from tunnel.frames import Drain, DrainAck, DrainCmd, DrainStatus, Packet, Undrain, UndrainAck, milliseconds
 from tunnel.identity import Identity
 from tunnel.link import Link
-from tunnel.pools import BackendState, Bucket
+from tunnel.matching import Index, Key, keys_of, spelled
+from tunnel.pools import BackendState
 from tunnel.stream import TunnelStream
 from tunnel.tally import Histogram
 
 log = logs.get_logger(__name__)
 
-Key = tuple[str, str | int, int]
-"""What buckets go by: a kind, a value, and for networks (``cidr4``, ``cidr6``) the length of the prefix."""
-
-_ANY: Key = ("any", "", 0)
-_DEFAULT_ROUTE: Key = ("default-route", "", 0)
-_EXPLAINED = 100  # candidates listed per key in an explanation
+_POOLED = (BackendState.ACTIVE, BackendState.DRAINING)
 
 
 class Backend:
@@ -164,37 +157,6 @@ class Decision:
     fallback: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One backend under a key that matched, and what became of it: ``verdict`` is for people."""
-
-    agent: str
-    instance: str
-    state: str
-    priority: int
-    streams: int
-    verdict: str
-
-
-@dataclass(frozen=True, slots=True)
-class Considered:
-    """One key that matched, in the order of preference; at most 100 of its candidates are listed."""
-
-    strategy: str
-    key: str
-    verdict: str
-    candidates: tuple[Candidate, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """How a target finds its agent now; ``decision`` is None where nothing matches."""
-
-    target: Target
-    decision: Decision | None
-    considered: tuple[Considered, ...]
-
-
 class Backends:
     """All linked agents of a server.
 
@@ -203,6 +165,7 @@ class Backends:
         fallback: whether draining backends serve what no active one can.
 
     Attributes:
+        index: who matches what.
         fallbacks: dials that went to a draining backend because nothing else matched.
         redispatched: dials that went to a second backend, by the code of what happened at the first.
         dials: all that ended, by code (``ok``, or an error's) and the state of the backend asked last, or ``none``.
@@ -211,16 +174,13 @@ class Backends:
     """
 
     def __init__(self, strategies: tuple[str, ...] = STRATEGIES, *, fallback: bool = True) -> None:
-        self.strategies = strategies
+        self.index: Index[Backend] = Index(strategies)
         self._passes = _POOLED if fallback else (BackendState.ACTIVE,)
         self.fallbacks = 0
         self.redispatched: Counter[str] = Counter()
         self.dials: Counter[tuple[str, str]] = Counter()
         self.durations = Histogram(0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10)
         self.news = trio.Event()
-        self._buckets: dict[Key, Bucket[Backend]] = {}
-        self._prefixes: dict[str, Counter[int]] = {"cidr4": Counter(), "cidr6": Counter()}
-        self._suffixes = 0
         self._states: Counter[BackendState] = Counter()
         self._instances: dict[str, Backend] = {}
 
@@ -252,7 +212,7 @@ class Backends:
         if stale is not None:
             stale.link.drop("the agent linked anew")
         draining = backend.draining
-        backend.keys = tuple(_keys_of(backend))
+        backend.keys = keys_of(backend.name, backend.claims)
         self._enter(backend, BackendState.DRAINING if draining else BackendState.ACTIVE)
         log.info("agent linked", agent=backend.name, instance=backend.instance, agents=len(self), draining=draining)
 
@@ -307,39 +267,15 @@ class Backends:
         if state is not BackendState.GONE:
             self._states[state] += 1
         self.tell_news()
-        for key in backend.keys:
-            if old in _POOLED:
-                self._leave_bucket(key, backend, old)
-            if state in _POOLED:
-                self._enter_bucket(key, backend, state)
+        if old in _POOLED:
+            self.index.remove(backend, backend.keys, old)
+        if state in _POOLED:
+            self.index.add(backend, backend.keys, state)
 
     def tell_news(self) -> None:
         """Wake whoever waits for ``news``."""
         self.news.set()
         self.news = trio.Event()
-
-    def _enter_bucket(self, key: Key, backend: Backend, state: BackendState) -> None:
-        bucket = self._buckets.get(key)
-        if bucket is None:
-            bucket = self._buckets[key] = Bucket()
-            self._count(key, 1)
-        bucket.add(backend, state)
-
-    def _leave_bucket(self, key: Key, backend: Backend, state: BackendState) -> None:
-        bucket = self._buckets[key]
-        bucket.remove(backend, state)
-        if not bucket:
-            del self._buckets[key]
-            self._count(key, -1)
-
-    def _count(self, key: Key, change: int) -> None:
-        """Know which suffixes and prefix lengths are worth looking for."""
-        kind, _, bits = key
-        if kind == "suffix":
-            self._suffixes += change
-        elif kind in self._prefixes:
-            self._prefixes[kind][bits] += change
-            self._prefixes[kind] = +self._prefixes[kind]  # without what fell to zero
 
     # -- choosing
 
@@ -350,10 +286,10 @@ class Backends:
             NoBackend: nobody matches.
         """
         for state in self._passes:
-            for strategy, key in self._matches(target, agent):
-                backend = self._buckets[key].pick(state, besides)
+            for strategy, key in self.index.matches(target, agent):
+                backend = self.index.buckets[key].pick(state, besides)
                 if backend is not None:
-                    return Decision(backend, strategy, _spelled(key), state is BackendState.DRAINING)
+                    return Decision(backend, strategy, spelled(key), state is BackendState.DRAINING)
         raise NoBackend(self._why_none(target, agent, besides))
 
     def _why_none(self, target: Target, agent: str | None, besides: str | None) -> str:
@@ -365,75 +301,6 @@ class Backends:
         if agent is not None:
             return f"no {other} named {agent} can take it now"
         return f"no {other} matches {target}"
-
-    def _matches(self, target: Target, agent: str | None) -> Iterator[tuple[str, Key]]:
-        """Strategies and keys under which somebody is, most preferred first."""
-        buckets = self._buckets
-        if agent is not None:
-            if ("agent", agent, 0) in buckets:
-                yield "agent", ("agent", agent, 0)
-            return
-        for strategy in self.strategies:
-            for key in _KEYS_FOR[strategy](self, target.host):
-                if key in buckets:
-                    yield strategy, key
-
-    def _host_keys(self, host: str) -> Iterator[Key]:
-        kind = host_kind(host)
-        yield kind, host, 0
-        if kind == "host":
-            yield from self._suffix_keys(host)
-        else:
-            yield from self._cidr_keys(host)
-
-    def _cidr_keys(self, host: str) -> Iterator[Key]:
-        kind, width = _family(":" in host)
-        if self._prefixes[kind]:
-            number = int(ipaddress.ip_address(host))
-            for bits in sorted(self._prefixes[kind], reverse=True):
-                yield kind, number >> (width - bits), bits
-
-    def _suffix_keys(self, host: str) -> Iterator[Key]:
-        dot = host.find(".") if self._suffixes else -1
-        while dot >= 0:
-            yield "suffix", host[dot:], 0
-            dot = host.find(".", dot + 1)
-
-    def _default_route_keys(self, _host: str) -> Iterator[Key]:
-        yield _DEFAULT_ROUTE
-
-    def _any_keys(self, _host: str) -> Iterator[Key]:
-        yield _ANY
-
-    def explain(self, target: Target, agent: str | None = None) -> Explanation:
-        """The decision for a target, with every key that matches and why each candidate is or is not preferred.
-
-        Changes nothing. Unlike a pick, its cost grows with the candidates.
-        """
-        try:
-            decision = self.decide(target, agent)
-        except NoBackend:
-            return Explanation(target, None, ())  # under a key that matches there is always somebody
-        considered = tuple(self._consider(strategy, key, decision) for strategy, key in self._matches(target, agent))
-        return Explanation(target, decision, considered)
-
-    def _consider(self, strategy: str, key: Key, decision: Decision) -> Considered:
-        bucket = self._buckets[key]
-        chosen = (strategy, _spelled(key)) == (decision.strategy, decision.key)
-        an_active = bucket.pick(BackendState.ACTIVE) is not None
-        use = _USE[chosen, an_active or (decision.fallback and not chosen)]
-        candidates = tuple(
-            Candidate(
-                backend.name,
-                backend.instance,
-                state.value,
-                backend.priority,
-                backend.streams,
-                _verdict(backend, state, decision) if chosen else use,
-            )
-            for backend, state in islice(bucket.members(), _EXPLAINED)
-        )
-        return Considered(strategy, _spelled(key), use, candidates)
 
     # -- dialling
 
@@ -510,59 +377,4 @@ class Backends:
 
     def named(self, agent: str) -> list[Backend]:
         """All backends of one name, whatever their state; FINAL ones are not among them."""
-        bucket = self._buckets.get(("agent", agent, 0))
-        return [] if bucket is None else [backend for backend, _ in bucket.members()]
-
-
-_USE = {  # by whether it was chosen, and whether it has an active agent, or comes after a draining one that serves
-    (True, True): "used: the first that has an active agent",
-    (True, False): "used: the first, and no match has an active agent",
-    (False, True): "not used: an earlier match serves",
-    (False, False): "not used: all its agents are draining",
-}
-_POOLED = (BackendState.ACTIVE, BackendState.DRAINING)
-_KEYS_FOR = {
-    "destHost": Backends._host_keys,
-    "defaultRoute": Backends._default_route_keys,
-    "default": Backends._any_keys,
-}
-
-
-def _keys_of(backend: Backend) -> Iterator[Key]:
-    yield _ANY
-    yield "agent", backend.name, 0
-    if backend.claims.default_route:
-        yield _DEFAULT_ROUTE
-    for identifier in backend.claims.identifiers:
-        yield _key_of(identifier)
-
-
-def _key_of(identifier: Identifier) -> Key:
-    if identifier.kind != "cidr":
-        return identifier.kind, identifier.value, 0
-    network = identifier.network
-    kind, width = _family(network.version == 6)
-    return kind, int(network.network_address) >> (width - network.prefixlen), network.prefixlen
-
-
-def _family(is_v6: bool) -> tuple[str, int]:
-    return ("cidr6", 128) if is_v6 else ("cidr4", 32)
-
-
-def _spelled(key: Key) -> str:
-    """The key as an identifier would be written."""
-    kind, value, bits = key
-    if isinstance(value, str):
-        return f"{kind}={value}" if value else kind
-    address = value << (_family(kind == "cidr6")[1] - bits)
-    return f"cidr={ipaddress.IPv6Address(address) if kind == 'cidr6' else ipaddress.IPv4Address(address)}/{bits}"
-
-
-def _verdict(backend: Backend, state: BackendState, decision: Decision) -> str:
-    if backend is decision.backend:
-        return "picked"
-    if state is BackendState.DRAINING and not decision.fallback:
-        return "passed over: draining, and another is active"
-    if backend.priority > decision.backend.priority:
-        return f"passed over: priority {backend.priority}, and one of priority {decision.backend.priority} serves"
-    return "equal: each dial takes the better of two random ones"
+        return self.index.named(agent)

@@ -25,6 +25,7 @@ from tunnel.address import Target
 from tunnel.book import view_of
 from tunnel.bounds import Bounds
 from tunnel.credentials import Token
+from tunnel.explain import explain
 from tunnel.frames import DrainStatus
 from tunnel.lifecycle import Phase
 from tunnel.link import Link
@@ -149,7 +150,7 @@ class ServerDesk:
 
     def explain(self, target: Target, agent: str | None) -> dict[str, object]:
         """The decision, and what was considered."""
-        explanation = self._server.backends.explain(target, agent)
+        explanation = explain(self._server.backends, target, agent)
         chosen = explanation.decision
         decision = chosen and {
             "agent": chosen.backend.name,
