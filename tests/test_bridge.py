@@ -549,7 +549,7 @@ async def test_what_passes_holds_up_no_sender_of_the_servers_own(memory: Tunnel)
     await near.send_all(BLOB * 2)
     await wait_all_tasks_blocked()
     assert of_raw.session.out.queued > Limits().high_water
-    assert not of_raw.congested
+    assert not of_raw.outflow.congested
 
 
 # -- links that do not take what comes

@@ -329,7 +329,7 @@ async def _linked_to_a_wall(
     await nursery.start(link.run)
     nursery.start_soon(far.send_all, DialRsp(1, "ok", "", 1 << 26).encode())
     stream = (await link.dial("target", 80, ms=1000)).core
-    while not link.congested:
+    while not link.outflow.congested:
         stream.send(bytes(16 * 1024))
         link.flush()
     return link, far
@@ -343,14 +343,14 @@ class TestCongestion:
         calls: list[int] = []
         roomy = trio.Event()
         for number in range(3):
-            link.when_room(lambda number=number: calls.append(number))  # type: ignore[misc]
-        link.when_room(roomy.set)
+            link.outflow.when_room(lambda number=number: calls.append(number))  # type: ignore[misc]
+        link.outflow.when_room(roomy.set)
         await wait_all_tasks_blocked()
         assert calls == []
         while not roomy.is_set():
             await far.receive_some()
         assert calls == [0, 1, 2]
-        assert not link.congested
+        assert not link.outflow.congested
         while link.session.out.queued:
             await far.receive_some()
         assert calls == [0, 1, 2]
@@ -360,7 +360,7 @@ class TestCongestion:
     ) -> None:
         link, far = await _linked_to_a_wall(tcp_pair, nursery, as_stream)
         called = trio.Event()
-        link.when_room(called.set)
+        link.outflow.when_room(called.set)
         for stream in list(link.session._streams.values()):
             stream.reset("cancelled", "")
         while not called.is_set():
@@ -371,7 +371,7 @@ class TestCongestion:
     ) -> None:
         link, far = await _linked_to_a_wall(tcp_pair, nursery, as_stream)
         called = trio.Event()
-        link.when_room(called.set)
+        link.outflow.when_room(called.set)
         await far.aclose()
         with trio.fail_after(10):
             await called.wait()
@@ -380,7 +380,7 @@ class TestCongestion:
         self, tcp_pair: TcpPair, nursery: trio.Nursery, as_stream: Callable[..., trio.SocketStream]
     ) -> None:
         link, far = await _linked_to_a_wall(tcp_pair, nursery, as_stream, high_water=256 * 1024)
-        stream = TunnelStream(next(iter(link.session._streams.values())), link)
+        stream = TunnelStream(next(iter(link.session._streams.values())), link.outflow)
         nursery.start_soon(_until_broken, stream.send_all, bytes(8 << 20))
         await wait_all_tasks_blocked()
         assert link.session.out.queued < 256 * 1024 + 80 * 1024
@@ -1025,11 +1025,11 @@ async def test_a_peer_that_takes_nothing_although_much_waits_for_it_is_ended(
     await far.send_all(DialRsp(1, "ok", "", 1 << 30).encode())
     await wait_all_tasks_blocked()
     opened[0].core.send(bytes(600_000))
-    link.end_turn()  # that much is in the transport's hands
+    link.outflow.end_turn()  # that much is in the transport's hands
     for _ in range(2):
         opened[0].core.send(bytes(50_000))
         assert link.why is None
-        link.end_turn()
+        link.outflow.end_turn()
     assert str(link.why) == "the peer does not take the 100032 bytes that wait for it"
     assert link._bounds.hits == {"link_queue": 1}
     await link.ended.wait()

@@ -8,8 +8,7 @@ keepalive intervals; when ``close`` is called; or when ``run`` is cancelled. The
 
 Rules that hold here:
 
-- The reader never waits for a stream. The send side belongs to ``end_turn`` while the transport takes bytes at once,
-  and to the writer task from the moment it does not until all is sent. Nothing else touches it.
+- The reader never waits for a stream. How bytes go out is ``outflow.py``'s.
 - Liveness needs bytes *received*: anything counts.
 - Who asks too often is read more slowly, and ended by nobody for that. Servers are not: others ask through them.
 - Whoever queues something on the session calls ``flush`` afterwards; it goes out when the turn ends.
@@ -19,14 +18,14 @@ This file must not know targets, backends, or what the streams are for.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 import trio
 from trio_util import AsyncValue
 
-from tunnel import logs, turns, wiretrace
+from tunnel import logs, wiretrace
 from tunnel.bounds import Bounds, Rate
 from tunnel.config import Limits, Timeouts
 from tunnel.errors import (
@@ -41,13 +40,13 @@ from tunnel.errors import (
 from tunnel.frames import DATA_BODY_OVERHEAD, Close, Decoder, DialReq, Packet, Ping, Pong, Welcome
 from tunnel.handshake import Handshake
 from tunnel.identity import Identity
+from tunnel.outflow import Outflow
 from tunnel.session import Session, Stream
 from tunnel.stream import TunnelStream
-from tunnel.transport import BROKEN, Buffer, Transport
+from tunnel.transport import BROKEN, Transport
 
 log = logs.get_logger(__name__)
 
-_TAKE = 512 * 1024  # bytes taken from the session at once: what control packets cannot overtake any more
 _GOODBYE = 1.0  # seconds that a last word may take, unless its speaker says otherwise
 _MISSES = 3  # silent keepalive intervals that end a link
 
@@ -80,6 +79,7 @@ class Link:
         going: the peer said that it is leaving; whoever owns the link sets it.
         why: why it ended, from the moment that is certain.
         ended: set when nothing of it is left.
+        outflow: the way out, which its streams share.
     """
 
     def __init__(
@@ -103,11 +103,9 @@ class Link:
         self.rtt: float | None = None
         self._pinged = (0, 0.0)  # the token of the last PING, and when it was sent
         self._transport = transport
-        self._turns = turns.of_this_run()
         self._handshake = handshake
         self._limits = limits
         self._timeouts = timeouts
-        self._high_water = limits.high_water
         self._bounds = bounds or Bounds(limits, trio.current_time)
         self._pings, self._dials = Rate(self._bounds, "ping_rate"), Rate(self._bounds, "dial_rate")
         self._frames_sent = 0  # when pings were looked at last
@@ -129,18 +127,14 @@ class Link:
             on_bound=self._hit,
             out=wiretrace.TracedOutbox(self._peer_name) if wiretrace.wanted() else None,
         )
+        self.outflow = Outflow(self.session.out, transport, limits, self._hit, self._end)
         self._decoder = Decoder(limits.body_before_auth, self._shake_hands, self._refuse_data)
         self._decoder.strict = True
         self._scope = trio.CancelScope()
         self._linked = trio.Event()
-        self._blocked = trio.Event()  # set: the writer task has the send side
-        self._idle = trio.Event()  # set: everything was sent
-        self._idle.set()
-        self._unsent: Sequence[Buffer] = ()
         self._heard = False
         self._farewell: TunnelError | None = None  # why this side said goodbye, if it did
         self._patience = 0.0  # until when it waits for that to arrive
-        self._waiting: dict[Callable[[], None], None] = {}
 
     def __repr__(self) -> str:
         state = f"ended: {self.why}" if self.why else "linked" if self._linked.is_set() else "shaking hands"
@@ -180,7 +174,7 @@ class Link:
             with self._scope:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._guard, self._read)
-                    nursery.start_soon(self._guard, self._write)
+                    nursery.start_soon(self._guard, self.outflow.write)
                     await self._greet()
                     task_status.started(self)
                     await self._guard(self._keep_alive)
@@ -215,7 +209,7 @@ class Link:
     async def _bury(self) -> None:
         self._end(LinkStopped("this side was stopped"))
         self.session.end(LinkLost.code, str(self.why))
-        self._room()
+        self.outflow.tell_all()
         try:
             if self._farewell:
                 with trio.CancelScope(deadline=self._patience, shield=self._linked.is_set()):
@@ -229,7 +223,7 @@ class Link:
         if self.why is None:
             self.why = self._farewell or why  # once it is said, that the peer closes is only what follows
             self._scope.cancel()
-            self._idle.set()
+            self.outflow.end()
             self._on_end()
 
     def drop(self, text: str) -> None:
@@ -246,91 +240,24 @@ class Link:
             self._farewell = why or LinkStopped(text)
             self._patience = trio.current_time() + seconds
             self.session.send_control(Close(0, code, text))
-            self.end_turn()
             with trio.CancelScope(deadline=self._patience, shield=self._linked.is_set()):
-                await self._idle.wait()
+                await self.outflow.all_sent()
             self._end(self._farewell)
 
     # -- sending
 
     @property
-    def congested(self) -> bool:
-        """Whether so much DATA is queued that sockets of this link should not be read now."""
-        out = self.session.out
-        return out.queued - out.passing > self._high_water
-
-    def when_room(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called once, when the queue is down to half the high-water mark or the link has ended."""
-        self._waiting[call] = None
-
-    def _room(self) -> bool:
-        """Tell those who wait, if there is room; whether there was anybody."""
-        if not self._waiting or not (self.why or self.session.out.own_queued * 2 <= self._limits.high_water):
-            return False
-        calls, self._waiting = self._waiting, {}
-        for call in calls:
-            call()
-        return True
-
-    @property
     def sending(self) -> bool:
         """Whether something is queued that the transport has not taken yet."""
-        return not self._idle.is_set() or (self.why is None and bool(self.session.out))
+        return self.outflow.sending
 
     async def all_sent(self) -> None:
         """Wait until not ``sending``, or the link has ended."""
-        while self.sending:
-            self.end_turn()
-            await self._idle.wait()
+        await self.outflow.all_sent()
 
     def flush(self) -> None:
-        """Have what is queued sent when this turn ends."""
-        self._turns.at_end(self)
-
-    def end_turn(self) -> None:
-        """Send what the session has to send, as far as the transport takes it now; the writer task does the rest."""
-        if self.why:
-            return
-        if self._blocked.is_set():
-            self._check_queue()
-            return
-        try:
-            while self._send_all() and self._room():  # those who had waited may have brought something
-                pass
-        except BROKEN as error:
-            self._end(LinkClosed(f"the link broke: {error}"))
-
-    def _send_all(self) -> bool:
-        """Whether the transport took everything."""
-        while self.session.out:
-            self._unsent = self._transport.send_now(self.session.out.take(_TAKE))
-            if self._unsent:
-                self._idle = trio.Event()
-                self._blocked.set()
-                return False
-        return True
-
-    def _check_queue(self) -> None:
-        """Whoever takes nothing, although bytes were let through for it, must not make this side keep too many."""
-        if self.session.out.queued > self._limits.link_queue:
-            self._hit("link_queue")
-            self._end(LinkClosed(f"the peer does not take the {self.session.out.queued} bytes that wait for it"))
-
-    async def _write(self) -> None:
-        while True:
-            await self._blocked.wait()
-            while self._unsent or self.session.out:  # some may have come since the task was woken
-                await self._transport.send(self._more)
-            self._blocked = trio.Event()
-            self._idle.set()
-
-    def _more(self) -> Sequence[Buffer]:
-        """What to send next, when everything before was taken."""
-        unsent, self._unsent = self._unsent, ()
-        if not unsent:
-            self._room()
-            unsent = self.session.out.take(_TAKE)
-        return unsent
+        """Have what is queued on the session sent when this turn ends."""
+        self.outflow.flush()
 
     # -- receiving
 
@@ -394,7 +321,7 @@ class Link:
         raise RemoteProtocolError("DATA during the handshake")
 
     def _dialled(self, stream: Stream, request: DialReq) -> None:
-        self._on_dial(TunnelStream(stream, self), request)
+        self._on_dial(TunnelStream(stream, self.outflow), request)
 
     def _control(self, packet: Packet) -> None:
         if isinstance(packet, Close):
@@ -458,4 +385,4 @@ class Link:
         await trio.lowlevel.wait_task_rescheduled(abort)
         if answer[0] is not None:
             raise answer[0]
-        return TunnelStream(stream, self)
+        return TunnelStream(stream, self.outflow)
