@@ -22,7 +22,8 @@ from tunnel import turns
 from tunnel.config import Limits
 from tunnel.errors import StreamReset
 from tunnel.poller import SelectorPoller
-from tunnel.relay import Switchboard, pump
+from tunnel.pumps import pump
+from tunnel.relay import Switchboard
 from tunnel.session import State
 from tunnel.stream import Outlet, TunnelStream
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
     from tunnel.listen import BindError
     from tunnel.patterns import Pattern, Rules
-    from tunnel.relay import pump
+    from tunnel.pumps import pump
     from tunnel.server import Server
     from tunnel.stream import TunnelStream
 
@@ -90,7 +90,7 @@ _ROOMS = (
     "config",
     "stream",
     "listen",
-    "relay",
+    "pumps",
     "client",
     "dials",
     "agent",

@@ -44,15 +44,15 @@ def canonical_host(text: str) -> str:
         AddressError: the text is no host, carries a zone id, or is a number that is not a plain dotted quad.
     """
     if len(text) > _LONGEST_NAME + 1:  # also bounds what the costlier steps below can be made to read
-        raise _refusal(text, f"is longer than {_LONGEST_NAME} characters", _HOST)
+        raise refusal(text, f"is longer than {_LONGEST_NAME} characters", _HOST)
     if ":" in text:
         return _canonical_v6(text)
     name = text.lower() if text.isascii() else _to_ascii(text)
     name = name.removesuffix(".")
     if len(name) > _LONGEST_NAME or not _NAME.fullmatch(name):
-        raise _refusal(text, "is not a host", f"{_HOST}; labels are 1 to 63 letters, digits, '-' or '_'")
+        raise refusal(text, "is not a host", f"{_HOST}; labels are 1 to 63 letters, digits, '-' or '_'")
     if _ENDS_IN_A_NUMBER.fullmatch(name) and not isinstance(_ip(name), ipaddress.IPv4Address):
-        raise _refusal(text, "ends in a number but is not a plain dotted quad", _HOST)
+        raise refusal(text, "ends in a number but is not a plain dotted quad", _HOST)
     return name
 
 
@@ -68,7 +68,7 @@ class _Endpoint:
     def __post_init__(self) -> None:
         object.__setattr__(self, "host", canonical_host(self.host))
         if not self.lowest_port <= self.port <= 65535:
-            raise _refusal(str(self), "has a port out of range", f"ports {self.lowest_port} to 65535")
+            raise refusal(str(self), "has a port out of range", f"ports {self.lowest_port} to 65535")
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -84,8 +84,8 @@ class _Endpoint:
         if found:
             return cls(found["v6"] or found["name"], int(found["port"]))
         if _BARE_V6.fullmatch(text):
-            raise _refusal(text, "is ambiguous", "an IPv6 address in brackets, like [::1]:80")
-        raise _refusal(text, "is not an address", f"HOST:PORT or [IPV6]:PORT, port {cls.lowest_port} to 65535")
+            raise refusal(text, "is ambiguous", "an IPv6 address in brackets, like [::1]:80")
+        raise refusal(text, "is not an address", f"HOST:PORT or [IPV6]:PORT, port {cls.lowest_port} to 65535")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +140,15 @@ class Identifier:
         """
         kind, _, value = text.partition("=")
         if kind not in _IDENTIFIER_KINDS:
-            raise _refusal(text, "is not an identifier", ", ".join(f"{known}=..." for known in _IDENTIFIER_KINDS))
+            raise refusal(text, "is not an identifier", ", ".join(f"{known}=..." for known in _IDENTIFIER_KINDS))
         if kind == "suffix":
             return cls(kind, f".{_canonical_name(text, value.removeprefix('*.').removeprefix('.'))}")
         if kind == "cidr":
-            return cls(kind, str(_network(text, value)))
+            return cls(kind, str(canonical_network(text, value)))
         host = canonical_host(value)
         found = host_kind(host)
         if kind not in (found, "host"):
-            raise _refusal(text, f"holds no {kind} address", "for example ipv4=192.0.2.1 or ipv6=2001:db8::1")
+            raise refusal(text, f"holds no {kind} address", "for example ipv4=192.0.2.1 or ipv6=2001:db8::1")
         return cls(found, host)
 
     @property
@@ -167,25 +167,31 @@ def host_kind(host: str) -> str:
 def _canonical_name(text: str, value: str) -> str:
     name = canonical_host(value)
     if host_kind(name) != "host":
-        raise _refusal(text, "is not a domain", "suffix=.DOMAIN, like suffix=.svc.local")
+        raise refusal(text, "is not a domain", "suffix=.DOMAIN, like suffix=.svc.local")
     return name
 
 
-def _network(text: str, value: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+def canonical_network(text: str, value: str, taken: str = _NETWORK) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+    """The network that ``value`` says, as IPv4 if it only wraps that into IPv6. ``text`` is what errors show.
+
+    Raises:
+        AddressError: it is none.
+    """
     try:
         network = ipaddress.ip_network(value)
     except ValueError as error:
         what = "has host bits set" if "host bits set" in str(error) else "is not a network"
-        raise _refusal(text, what, _NETWORK) from None
+        raise refusal(text, what, taken) from None
     if isinstance(network, ipaddress.IPv4Network):
         return network
     if network.network_address.scope_id:
-        raise _refusal(text, "has a zone id, which means nothing on another machine", _NETWORK)
+        raise refusal(text, "has a zone id, which means nothing on another machine", taken)
     wrapped = network.network_address.ipv4_mapped if network.prefixlen >= _WRAPPED_BITS else None
     return network if wrapped is None else ipaddress.IPv4Network((wrapped, network.prefixlen - _WRAPPED_BITS))
 
 
-def _refusal(text: str, why: str, taken: str) -> AddressError:
+def refusal(text: str, why: str, taken: str) -> AddressError:
+    """What is wrong with a text that came from outside, and what is taken in its place."""
     shown = repr(text) if len(text) <= 80 else f"{text[:80]!r}..."
     return AddressError(f"{shown} {why}; taken: {taken}")
 
@@ -199,10 +205,10 @@ def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 def _canonical_v6(text: str) -> str:
     if "%" in text:
-        raise _refusal(text, "has a zone id, which means nothing on another machine", _HOST)
+        raise refusal(text, "has a zone id, which means nothing on another machine", _HOST)
     ip = _ip(text)
     if not isinstance(ip, ipaddress.IPv6Address):
-        raise _refusal(text, "is not an IPv6 address", _HOST)
+        raise refusal(text, "is not an IPv6 address", _HOST)
     return str(ip.ipv4_mapped or ip)
 
 
@@ -214,4 +220,4 @@ def _to_ascii(text: str) -> str:
         mapped = idna.uts46_remap(text, std3_rules=False)
         return ".".join(label if label.isascii() else idna.alabel(label).decode() for label in mapped.split("."))
     except (idna.IDNAError, UnicodeError) as error:
-        raise _refusal(text, "is not an international name", _HOST) from error
+        raise refusal(text, "is not an international name", _HOST) from error

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Self
 
-from tunnel.address import Target, canonical_host, host_kind
+from tunnel.address import Target, canonical_host, canonical_network, host_kind, refusal
 from tunnel.errors import AddressError, Denied
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -33,7 +33,6 @@ _ALL_PORTS = (1, 65535)
 _ANY = "*"
 _BELOW = "*."
 _NOT_ALLOWED = "no rule allows it"
-_WRAPPED_BITS = 96  # the prefix that wraps an IPv4 address into an IPv6 one
 _TAKEN = (
     "HOST or HOST:PORTS, HOST being *, a name, *.DOMAIN, an address or NETWORK/BITS, with IPv6 in brackets, "
     "and PORTS like 443 or 8000-8999"
@@ -223,19 +222,11 @@ def _canonical_domain(text: str, name: str) -> str:
 
 
 def _canonical_network(text: str) -> str:
-    found = _NETWORK.fullmatch(text)
-    if not found:
+    if not _NETWORK.fullmatch(text):
         raise _refusal(text, "is not a network")
-    try:
-        host = canonical_host(found[1])
-        bits = int(found[2]) - (_WRAPPED_BITS if ":" in found[1] and ":" not in host else 0)
-        network = ipaddress.ip_network(f"{host}/{bits}")
-    except ValueError as error:
-        why = "has host bits set" if "host bits set" in str(error) else "is not a network"
-        raise _refusal(text, why) from None
+    network = canonical_network(text, text, _TAKEN)
     return str(network.network_address) if network.prefixlen == network.max_prefixlen else str(network)
 
 
 def _refusal(text: str, why: str) -> AddressError:
-    shown = repr(text) if len(text) <= 80 else f"{text[:80]!r}..."
-    return AddressError(f"{shown} {why}; taken: {_TAKEN}")
+    return refusal(text, why, _TAKEN)

@@ -13,7 +13,6 @@ Rules that hold here:
 - EOF is passed on behind the bytes before it, each way by itself. A reset is passed on as a reset (RST), at once.
 - ``join`` owns the socket from its call on, and closes it however it ends.
 
-Local connections that are not plain sockets go through ``pump``: two tasks and the same semantics.
 This file must not know who asked for the connection, or where it leads.
 """
 
@@ -38,7 +37,7 @@ from tunnel.stream import TunnelStream
 log = logs.get_logger(__name__)
 
 _LEAST, _MOST = 8 * 1024, 256 * 1024  # bytes read at once: doubles while reads come back full
-_RST_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER on, for zero seconds
+RST_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER on, for zero seconds
 _CHUNK = 64 * 1024
 _TICK = 0.02  # seconds between two looks at what is being cut
 _SO_NWRITE = 0x1024  # macOS's number, which Python does not name
@@ -47,7 +46,7 @@ _SO_NWRITE = 0x1024  # macOS's number, which Python does not name
 def close_with_reset(sock: socket.socket) -> None:
     """Close so that the peer sees a reset, not an end."""
     with contextlib.suppress(OSError):
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RST_ON_CLOSE)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RST_ON_CLOSE)
     sock.close()
 
 
@@ -388,60 +387,3 @@ class Switchboard:
         for joint in list(self._joints):
             if joint.stalled:
                 joint.give_up("idle", "half-closed, and nothing moved while others were waited for")
-
-
-_board: trio.lowlevel.RunVar[Switchboard] = trio.lowlevel.RunVar("tunnel.relay")
-
-
-def _shared_board() -> Switchboard:
-    """The switchboard of this run of trio, for sockets whose process has no other."""
-    try:
-        return _board.get()
-    except LookupError:
-        board = Switchboard()
-        _board.set(board)
-        return board
-
-
-async def pump(local: trio.abc.HalfCloseableStream, stream: TunnelStream, early: bytes = b"") -> None:
-    """What ``Switchboard.join`` does, for a local connection that is any half-closeable trio stream.
-
-    Raises:
-        StreamReset: one of the two was reset, and so is the other now.
-    """
-    if isinstance(local, trio.SocketStream) and not stream.used:
-        with socket.socket(fileno=local.socket.detach()) as sock:
-            sock.setblocking(False)
-            await _shared_board().join(sock, stream, early)
-        return
-    failure: StreamReset | None = None
-
-    async def copy(source: trio.abc.ReceiveStream, sink: trio.abc.HalfCloseableStream, first: bytes = b"") -> None:
-        nonlocal failure
-        try:
-            if first:
-                await sink.send_all(first)
-            while data := await source.receive_some(_CHUNK):
-                await sink.send_all(data)
-            await sink.send_eof()
-            await stream.wait_ended()  # a reset can still come, and must not wait for the other way to notice
-        except trio.BrokenResourceError as error:
-            cause = error.__cause__
-            failure = failure or (cause if isinstance(cause, StreamReset) else StreamReset("reset", str(error)))
-            nursery.cancel_scope.cancel()
-
-    try:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(copy, local, stream, early)
-            nursery.start_soon(copy, stream, local)
-    except BaseException:
-        failure = failure or StreamReset("cancelled", "this side was stopped")
-        raise
-    finally:
-        if failure:
-            stream.reset(failure.code, failure.text)
-            if isinstance(local, trio.SocketStream):
-                local.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RST_ON_CLOSE)
-        await trio.aclose_forcefully(local)
-    if failure:
-        raise failure

@@ -26,7 +26,7 @@ from tunnel.address import Target
 from tunnel.client import running
 from tunnel.config import ClientConfig
 from tunnel.errors import DialError, StreamReset
-from tunnel.relay import pump
+from tunnel.pumps import pump
 
 T = TypeVar("T")
 
