@@ -216,6 +216,21 @@ class TestSockets:
             await wait_all_tasks_blocked()
         assert [reader.faults for reader in readers] == [1, 0]
 
+    async def test_of_whoever_cannot_deal_with_a_fault_are_not_served_any_more(
+        self, tcp_pair: TcpPair, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        near, far = tcp_pair()
+        reader = Reader(near, lambda: 1 / 0)
+        reader.fault = lambda: 1 // 0  # type: ignore[method-assign, assignment, return-value]
+        turns.of_this_run().watch(near.fileno(), READ, reader)
+        far.send(b"word")
+        while not caplog.records:
+            await wait_all_tasks_blocked()
+        far.send(b"more")
+        await wait_all_tasks_blocked(0.01)
+        assert reader.read == b"word"
+        assert [record.levelname for record in caplog.records] == ["ERROR"]
+
     async def test_that_go_away_in_a_turn_are_not_served_any_more_in_it(self, tcp_pair: TcpPair) -> None:
         here, pairs = turns.of_this_run(), [tcp_pair() for _ in range(2)]
         readers: list[Reader] = []

@@ -129,11 +129,19 @@ class Turns(trio.abc.Instrument):
             try:
                 watcher.ready(ready)
             except Exception:  # a fault of ours
-                watcher.fault()
+                self._fault(fd, watcher)
             if not count % _TOGETHER:
                 self._do()
         self._do()
         return trio_too
+
+    def _fault(self, fd: int, watcher: Watcher) -> None:
+        """Have a watcher deal with what it has raised. If it cannot do even that, it is called no more."""
+        try:
+            watcher.fault()
+        except Exception:
+            log.exception("fault at a socket")
+            self.unwatch(fd)
 
     # -- what is due
 
