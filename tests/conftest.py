@@ -10,15 +10,17 @@ Rules that hold here:
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 import struct
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Protocol
 
 import pytest
 import trio
+from house import Held, House, open_house
 from hypothesis import HealthCheck, settings
 from trio.testing import memory_stream_pair
 
@@ -38,6 +40,38 @@ settings.load_profile("patient")
 def pytest_xdist_auto_num_workers() -> int:
     """Two for each processor: what tests of whole programs do is mostly to wait."""
     return 2 * (os.cpu_count() or 1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where Python keeps no bytecode, workers and programs by the hundred would compile the same again and again."""
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+        os.environ.setdefault("PYTHONPYCACHEPREFIX", str(config.rootpath / ".pytest_cache" / "bytecode"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Have each worker begin with what takes long: tests that were given more time than others, then whole programs.
+
+    A worker's first share is a run of the list; what is short comes last, for whoever has time left. Tests of whole
+    programs stay with their module, which may have some that serve all of it.
+    """
+    workers: int = getattr(config, "workerinput", {}).get("workercount", 1)
+    long, whole, short = [], defaultdict(list), []
+    for item in items:
+        if item.get_closest_marker("timeout"):
+            long.append(item)
+        elif item.path.parent.name == "scenarios":
+            whole[item.path].append(item)
+        else:
+            short.append(item)
+    hands = [long[number::workers] for number in range(workers)]
+    for module in sorted(whole.values(), key=len, reverse=True):
+        min(hands, key=len).extend(module)
+    total, items[:] = len(items), []
+    for number, hand in enumerate(hands):
+        rest = max(0, (total - len(items)) // (workers - number) - len(hand))
+        items += hand + short[:rest]
+        del short[:rest]
 
 
 SERVER, AGENT = Identity("server", "server"), Identity("agent", "agent")
@@ -166,6 +200,19 @@ def kind(request: pytest.FixtureRequest) -> str:
 async def links(make_links: MakeLinks, kind: str) -> LinkPair:
     """Two links, over memory and over sockets."""
     return await make_links(kind)
+
+
+@pytest.fixture
+async def house(caplog: pytest.LogCaptureFixture) -> AsyncIterator[House]:
+    """A whole tunnel in this process, of which nothing may be logged as an error."""
+    async with open_house() as house:
+        yield house
+    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Held:
+    return Held(monkeypatch)
 
 
 class RawPeer:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import ipaddress
+
 import pytest
+from addresses import addresses, identifier_texts, identifiers, names, networks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunnel.address import ListenAddress, Target, canonical_host
+from tunnel.address import Identifier, ListenAddress, Target, canonical_host, host_kind
 from tunnel.errors import AddressError
 
-_labels = st.from_regex(r"[a-z_][a-z0-9_-]{0,20}", fullmatch=True)
-_names = st.lists(_labels, min_size=1, max_size=5).map(".".join)
-_hosts = _names | st.ip_addresses().map(str).filter(lambda text: "%" not in text)
+_hosts = names | addresses
 _targets = st.builds(Target, _hosts, st.integers(1, 65535))
 _listens = st.builds(ListenAddress, _hosts, st.integers(0, 65535))
 _near_misses = st.text(st.sampled_from("0127.:[]%=xXaà-_ \n\x00\u3002\uff11"), max_size=30)
@@ -177,3 +178,118 @@ def test_loopback_is_recognised(host: str) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "128.0.0.1", "127.example", "localhost.example", "db"])
 def test_what_others_can_reach_is_not_loopback(host: str) -> None:
     assert not ListenAddress(host, 1).is_loopback
+
+
+# -- identifiers
+
+
+@pytest.mark.parametrize(
+    ("spelling", "identifier"),
+    [
+        ("host=db.internal", "host=db.internal"),
+        ("host=DB.Internal.", "host=db.internal"),
+        ("host=bücher.example", "host=xn--bcher-kva.example"),
+        ("host=10.0.0.7", "ipv4=10.0.0.7"),
+        ("host=::ffff:10.0.0.7", "ipv4=10.0.0.7"),
+        ("host=2001:DB8:0::1", "ipv6=2001:db8::1"),
+        ("ipv4=10.0.0.7", "ipv4=10.0.0.7"),
+        ("ipv4=::ffff:a00:7", "ipv4=10.0.0.7"),
+        ("ipv6=2001:db8:0:0::1", "ipv6=2001:db8::1"),
+        ("suffix=.svc.local", "suffix=.svc.local"),
+        ("suffix=svc.local", "suffix=.svc.local"),
+        ("suffix=*.SVC.local.", "suffix=.svc.local"),
+        ("cidr=10.1.0.0/16", "cidr=10.1.0.0/16"),
+        ("cidr=10.1.0.0/255.255.0.0", "cidr=10.1.0.0/16"),
+        ("cidr=10.0.0.7/32", "cidr=10.0.0.7/32"),
+        ("cidr=0.0.0.0/0", "cidr=0.0.0.0/0"),
+        ("cidr=2001:DB8:0::/32", "cidr=2001:db8::/32"),
+        ("cidr=::/0", "cidr=::/0"),
+    ],
+)
+def test_every_spelling_of_an_identifier_has_one_form(spelling: str, identifier: str) -> None:
+    assert str(Identifier.parse(spelling)) == identifier
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "''"),
+        ("db.internal", "'db.internal'"),
+        ("HOST=db", "'HOST=db'"),
+        ("name=db", "'name=db'"),
+        ("=db", "'=db'"),
+        ("host=", "''"),
+        ("host=a b", "'a b'"),
+        ("host=*.internal", "'*.internal'"),
+        ("host=10.1", "'10.1'"),
+        ("host=fe80::1%eth0", "zone id"),
+        ("ipv4=db.internal", "'ipv4=db.internal' holds no ipv4"),
+        ("ipv4=2001:db8::1", "'ipv4=2001:db8::1' holds no ipv4"),
+        ("ipv6=10.0.0.7", "'ipv6=10.0.0.7' holds no ipv6"),
+        ("ipv6=::ffff:10.0.0.7", "holds no ipv6"),
+        ("suffix=", "''"),
+        ("suffix=*", "'*'"),
+        ("suffix=..local", "'.local'"),
+        ("suffix=10.0.0.7", "is not a domain"),
+        ("cidr=", "is not a network"),
+        ("cidr=10.1.2.3/16", "host bits set"),
+        ("cidr=10.0.0.0/33", "'cidr=10.0.0.0/33' is not a network"),
+        ("cidr=db.internal/8", "is not a network"),
+        ("cidr=010.0.0.0/8", "is not a network"),
+    ],
+)
+def test_what_is_no_identifier_is_refused_by_name(text: str, named: str) -> None:
+    with pytest.raises(AddressError) as caught:
+        Identifier.parse(text)
+    assert named in str(caught.value)
+    assert "; taken: " in str(caught.value)
+
+
+def test_a_suffix_with_half_a_wildcard_is_refused() -> None:
+    with pytest.raises(AddressError):
+        Identifier.parse("suffix=*db.internal")
+
+
+def test_a_network_with_a_zone_id_is_refused() -> None:
+    with pytest.raises(AddressError):
+        Identifier.parse("cidr=fe80::%eth0/64")
+
+
+def test_a_network_of_wrapped_ipv4_addresses_is_an_ipv4_network() -> None:
+    assert Identifier.parse("cidr=::ffff:10.1.0.0/112") == Identifier.parse("cidr=10.1.0.0/16")
+
+
+def test_a_long_text_of_an_identifier_is_not_repeated_whole() -> None:
+    with pytest.raises(AddressError) as caught:
+        Identifier.parse("cidr=" + "x" * 100_000)
+    assert len(str(caught.value)) < 400
+
+
+@given(identifiers)
+def test_an_identifier_reads_its_own_text(identifier: Identifier) -> None:
+    assert Identifier.parse(str(identifier)) == identifier
+
+
+@given(identifier_texts)
+def test_no_text_of_an_identifier_raises_anything_but_an_address_error(text: str) -> None:
+    try:
+        identifier = Identifier.parse(text)
+    except AddressError as error:
+        assert "taken" in str(error)  # noqa: PT017
+    else:
+        assert Identifier.parse(str(identifier)) == identifier
+
+
+@given(networks)
+def test_a_cidr_has_its_network(text: str) -> None:
+    assert str(Identifier.parse(f"cidr={text}").network) == text
+
+
+@given(names | addresses)
+def test_a_host_is_of_exactly_one_kind(text: str) -> None:
+    host = canonical_host(text)
+    try:
+        kind = f"ipv{ipaddress.ip_address(host).version}"
+    except ValueError:
+        kind = "host"
+    assert host_kind(host) == kind

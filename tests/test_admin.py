@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import trio
-from house import PROMPT, House, echo, ended, open_house, talks
+from house import PROMPT, House, echo, ended, talks
 from prometheus_client.parser import text_string_to_metric_families
 from trio.testing import MockClock, wait_all_tasks_blocked
 
@@ -27,12 +27,6 @@ from tunnel.desk import AgentDesk, ServerDesk
 from tunnel.frames import DrainStatus
 from tunnel.operate import DrainView, Operated
 from tunnel.server import Server
-
-
-@pytest.fixture
-async def house() -> AsyncIterator[House]:
-    async with open_house() as house:
-        yield house
 
 
 def client(site: Site) -> httpx.AsyncClient:
@@ -883,6 +877,7 @@ class TestMethods:
         assert error_of(response) == (500, "internal")
         assert "ZeroDivision" not in response.text
         assert said(caplog) == ['"fault in the admin interface" path=/api/v1/streams']
+        caplog.clear()  # it is the only one
 
 
 # -- the document

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import trio
-from house import LOOPBACK, House, descriptors, echo, open_house, receive_exactly, talks
+from house import LOOPBACK, House, descriptors, echo, receive_exactly, talks
 from trio.testing import wait_all_tasks_blocked
 
 from tunnel.address import ListenAddress
@@ -24,12 +24,6 @@ from tunnel.config import AdminConfig, UnixAddress
 from tunnel.desk import AgentDesk, ServerDesk
 from tunnel.listen import BindError
 from tunnel.operate import Operated
-
-
-@pytest.fixture
-async def house() -> AsyncIterator[House]:
-    async with open_house() as house:
-        yield house
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:

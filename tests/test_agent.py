@@ -21,7 +21,6 @@ from house import (
     expect,
     firehose,
     head,
-    open_house,
     receive_all,
     receive_exactly,
     refusal,
@@ -60,22 +59,10 @@ from tunnel.stream import TunnelStream
 
 
 @pytest.fixture
-async def house(caplog: pytest.LogCaptureFixture) -> AsyncIterator[House]:
-    async with open_house() as house:
-        yield house
-    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
-
-
-@pytest.fixture
 async def echoes(house: House) -> Service:
     """A server, and a target that echoes; no agent."""
     await house.serve()
     return await house.service(echo)
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Held:
-    return Held(monkeypatch)
 
 
 def _above(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
@@ -461,6 +448,16 @@ async def test_a_clean_leave_logs_nothing_above_info(
     assert await ended(agent) == 0
     await wait_all_tasks_blocked()
     assert not _above(caplog, logging.INFO)
+
+
+async def test_what_goes_out_when_the_turn_ends_is_not_unsent(house: House) -> None:
+    """An agent that says how its drain goes in its very last turn is not one that had to cut something."""
+    await house.serve()
+    agent = await house.agent()
+    (link,) = agent.sync.links.values()
+    link.session.send_control(agent.status)
+    link.flush()
+    assert not agent.unsent
 
 
 async def test_agents_that_leave_cleanly_leave_nothing(house: House, echoes: Service) -> None:

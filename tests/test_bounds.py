@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import fields
 
 import pytest
 import trio
-from house import Held, House, echo, expect, forward, open_house, receive_all, refusal, talks, through
+from house import Held, House, echo, expect, forward, receive_all, refusal, talks, through
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,17 +35,6 @@ class Clock:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
-
-
-@pytest.fixture
-async def house() -> AsyncIterator[House]:
-    async with open_house() as house:
-        yield house
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Held:
-    return Held(monkeypatch)
 
 
 # -- counting and saying

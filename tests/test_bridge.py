@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
@@ -174,13 +174,6 @@ class Tunnel:
         for link in (self.client, *self.agents.values(), *self.server._links):
             await link.open_streams.wait_value(0)
         await self.server.life.open.wait_value(0)
-
-
-@pytest.fixture
-async def house(caplog: pytest.LogCaptureFixture) -> AsyncIterator[House]:
-    async with open_house() as house:
-        yield house
-    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 @pytest.fixture

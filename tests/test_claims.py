@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import ipaddress
 from typing import Any
 
 import pytest
+from addresses import addresses, identifier_texts, identifiers, names
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunnel.address import Identifier, ListenAddress, Target, canonical_host, host_kind
+from tunnel.address import Identifier, ListenAddress, Target
 from tunnel.config import LOWEST_PRIORITY, STRATEGIES, Claims, Forward, parse_strategies
 from tunnel.credentials import Token
-from tunnel.errors import AddressError, ConfigError, RemoteProtocolError
+from tunnel.errors import ConfigError, RemoteProtocolError
 from tunnel.frames import VERSION, Decoder, Hello, Packet
 from tunnel.handshake import AcceptingHandshake, DiallingHandshake
 from tunnel.http_connect import BadRequest, ConnectRequest, Head
@@ -20,137 +20,6 @@ from tunnel.identity import Identity, read_identity
 
 AGENT = Identity("agent", "edge-1", "0" * 32)
 SERVER = Identity("server", "server", "f" * 32)
-
-_labels = st.from_regex(r"[a-z_][a-z0-9_-]{0,20}", fullmatch=True)
-_names = st.lists(_labels, min_size=1, max_size=4).map(".".join)
-_addresses = st.ip_addresses().map(str).filter(lambda text: "%" not in text)
-_v4_networks = st.tuples(st.ip_addresses(v=4), st.integers(0, 32))
-_plain_v6 = st.ip_addresses(v=6).filter(lambda ip: ip.scope_id is None and ip.ipv4_mapped is None)
-_v6_networks = st.tuples(_plain_v6, st.integers(0, 128))
-_networks = (_v4_networks | _v6_networks).map(lambda pair: str(ipaddress.ip_network(pair, strict=False)))
-_identifiers = st.one_of(
-    st.builds("host={}".format, _names | _addresses),
-    st.builds("suffix=.{}".format, _names),
-    st.builds("cidr={}".format, _networks),
-).map(Identifier.parse)
-_near_misses = st.text(st.sampled_from("0129.:=/%*xsufhoctidrpv46-_ \x00à"), max_size=30)
-_kinds = st.sampled_from(["host=", "ipv4=", "ipv6=", "suffix=", "cidr=", ""])
-_texts = st.tuples(_kinds, st.text() | _near_misses).map("".join)
-
-
-# -- identifiers
-
-
-@pytest.mark.parametrize(
-    ("spelling", "identifier"),
-    [
-        ("host=db.internal", "host=db.internal"),
-        ("host=DB.Internal.", "host=db.internal"),
-        ("host=bücher.example", "host=xn--bcher-kva.example"),
-        ("host=10.0.0.7", "ipv4=10.0.0.7"),
-        ("host=::ffff:10.0.0.7", "ipv4=10.0.0.7"),
-        ("host=2001:DB8:0::1", "ipv6=2001:db8::1"),
-        ("ipv4=10.0.0.7", "ipv4=10.0.0.7"),
-        ("ipv4=::ffff:a00:7", "ipv4=10.0.0.7"),
-        ("ipv6=2001:db8:0:0::1", "ipv6=2001:db8::1"),
-        ("suffix=.svc.local", "suffix=.svc.local"),
-        ("suffix=svc.local", "suffix=.svc.local"),
-        ("suffix=*.SVC.local.", "suffix=.svc.local"),
-        ("cidr=10.1.0.0/16", "cidr=10.1.0.0/16"),
-        ("cidr=10.1.0.0/255.255.0.0", "cidr=10.1.0.0/16"),
-        ("cidr=10.0.0.7/32", "cidr=10.0.0.7/32"),
-        ("cidr=0.0.0.0/0", "cidr=0.0.0.0/0"),
-        ("cidr=2001:DB8:0::/32", "cidr=2001:db8::/32"),
-        ("cidr=::/0", "cidr=::/0"),
-    ],
-)
-def test_every_spelling_of_an_identifier_has_one_form(spelling: str, identifier: str) -> None:
-    assert str(Identifier.parse(spelling)) == identifier
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("", "''"),
-        ("db.internal", "'db.internal'"),
-        ("HOST=db", "'HOST=db'"),
-        ("name=db", "'name=db'"),
-        ("=db", "'=db'"),
-        ("host=", "''"),
-        ("host=a b", "'a b'"),
-        ("host=*.internal", "'*.internal'"),
-        ("host=10.1", "'10.1'"),
-        ("host=fe80::1%eth0", "zone id"),
-        ("ipv4=db.internal", "'ipv4=db.internal' holds no ipv4"),
-        ("ipv4=2001:db8::1", "'ipv4=2001:db8::1' holds no ipv4"),
-        ("ipv6=10.0.0.7", "'ipv6=10.0.0.7' holds no ipv6"),
-        ("ipv6=::ffff:10.0.0.7", "holds no ipv6"),
-        ("suffix=", "''"),
-        ("suffix=*", "'*'"),
-        ("suffix=..local", "'.local'"),
-        ("suffix=10.0.0.7", "is not a domain"),
-        ("cidr=", "is not a network"),
-        ("cidr=10.1.2.3/16", "host bits set"),
-        ("cidr=10.0.0.0/33", "'cidr=10.0.0.0/33' is not a network"),
-        ("cidr=db.internal/8", "is not a network"),
-        ("cidr=010.0.0.0/8", "is not a network"),
-    ],
-)
-def test_what_is_no_identifier_is_refused_by_name(text: str, named: str) -> None:
-    with pytest.raises(AddressError) as caught:
-        Identifier.parse(text)
-    assert named in str(caught.value)
-    assert "; taken: " in str(caught.value)
-
-
-def test_a_suffix_with_half_a_wildcard_is_refused() -> None:
-    with pytest.raises(AddressError):
-        Identifier.parse("suffix=*db.internal")
-
-
-def test_a_network_with_a_zone_id_is_refused() -> None:
-    with pytest.raises(AddressError):
-        Identifier.parse("cidr=fe80::%eth0/64")
-
-
-def test_a_network_of_wrapped_ipv4_addresses_is_an_ipv4_network() -> None:
-    assert Identifier.parse("cidr=::ffff:10.1.0.0/112") == Identifier.parse("cidr=10.1.0.0/16")
-
-
-def test_a_long_text_is_not_repeated_whole() -> None:
-    with pytest.raises(AddressError) as caught:
-        Identifier.parse("cidr=" + "x" * 100_000)
-    assert len(str(caught.value)) < 400
-
-
-@given(_identifiers)
-def test_an_identifier_reads_its_own_text(identifier: Identifier) -> None:
-    assert Identifier.parse(str(identifier)) == identifier
-
-
-@given(_texts)
-def test_no_text_raises_anything_but_an_address_error(text: str) -> None:
-    try:
-        identifier = Identifier.parse(text)
-    except AddressError as error:
-        assert "taken" in str(error)  # noqa: PT017
-    else:
-        assert Identifier.parse(str(identifier)) == identifier
-
-
-@given(_networks)
-def test_a_cidr_has_its_network(text: str) -> None:
-    assert str(Identifier.parse(f"cidr={text}").network) == text
-
-
-@given(_names | _addresses)
-def test_a_host_is_of_exactly_one_kind(text: str) -> None:
-    host = canonical_host(text)
-    try:
-        kind = f"ipv{ipaddress.ip_address(host).version}"
-    except ValueError:
-        kind = "host"
-    assert host_kind(host) == kind
 
 
 # -- claims
@@ -204,7 +73,7 @@ def _over_the_wire(packet: Packet) -> Packet:
 @given(
     st.builds(
         Claims,
-        st.lists(_identifiers, max_size=10).map(tuple),
+        st.lists(identifiers, max_size=10).map(tuple),
         default_route=st.booleans(),
         priority=st.integers(0, LOWEST_PRIORITY),
     )
@@ -261,7 +130,12 @@ def test_bad_claims_are_refused_by_name_and_the_peer_stays_unknown(info: dict[st
 
 
 _junk = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | _texts | st.binary(max_size=20),
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | identifier_texts
+    | st.binary(max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
     max_leaves=8,
 )
@@ -277,7 +151,7 @@ def test_no_claims_raise_anything_but_a_protocol_error(info: dict[str, Any]) -> 
         assert Claims(claims.identifiers, claims.default_route, claims.priority) == claims
 
 
-@given(st.lists(_texts, max_size=4))
+@given(st.lists(identifier_texts, max_size=4))
 def test_no_identifiers_raise_anything_but_a_protocol_error(texts: list[str]) -> None:
     try:
         identifiers = _claims_of(identifiers=texts).identifiers
@@ -320,8 +194,8 @@ def test_what_is_no_list_of_strategies_is_refused(text: str) -> None:
 _agent_names = st.text(st.characters(categories=["L", "N", "P", "S"]), min_size=1, max_size=20)
 _forwards = st.builds(
     Forward,
-    st.builds(ListenAddress, _names | _addresses, st.integers(0, 65535)),
-    st.builds(Target, _names | _addresses, st.integers(1, 65535)),
+    st.builds(ListenAddress, names | addresses, st.integers(0, 65535)),
+    st.builds(Target, names | addresses, st.integers(1, 65535)),
     st.none() | _agent_names,
 )
 

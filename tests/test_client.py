@@ -15,7 +15,6 @@ from house import (
     descriptors,
     echo,
     greet,
-    open_house,
     receive_all,
     receive_exactly,
     reset_after_one_piece,
@@ -59,13 +58,6 @@ MIB = 1024 * 1024
 
 
 @pytest.fixture
-async def house(caplog: pytest.LogCaptureFixture) -> AsyncIterator[House]:
-    async with open_house() as house:
-        yield house
-    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
-
-
-@pytest.fixture
 async def agent(house: House) -> Agent:
     """The only agent of a server."""
     await house.serve()
@@ -83,11 +75,6 @@ async def client(house: House, agent: Agent) -> AsyncIterator[Client]:
     """A client of the server; no link yet."""
     async with house.client() as client:
         yield client
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Held:
-    return Held(monkeypatch)
 
 
 async def dial(client: Client, target: Target) -> TunnelStream:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
 
 import pytest
-from house import PROMPT, Held, House, descriptors, echo, ended, open_house, talks, through
+from house import PROMPT, Held, House, descriptors, echo, ended, talks, through
 from trio.testing import wait_all_tasks_blocked
 
 from tunnel.address import Target
@@ -15,17 +14,6 @@ from tunnel.desk import AgentDesk, ServerDesk
 from tunnel.lifecycle import Phase
 from tunnel.operate import Operated, OperatedServer, TooLate, is_server
 from tunnel.readiness import Readiness
-
-
-@pytest.fixture
-async def house() -> AsyncIterator[House]:
-    async with open_house() as house:
-        yield house
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Held:
-    return Held(monkeypatch)
 
 
 async def test_both_desks_are_what_an_operator_expects(house: House) -> None:

@@ -245,18 +245,24 @@ def test_a_link_that_breaks_as_it_is_told_does_not_keep_others_from_hearing(
     assert exchange.drain.unacked == 1
 
 
-async def test_waiting_ends_when_all_have_acknowledged_or_ended(
-    exchange: Exchange, one: FakeLink, other: FakeLink, nursery: trio.Nursery
-) -> None:
+async def begin_to_wait(exchange: Exchange, nursery: trio.Nursery) -> trio.Event:
+    """Wait for the acknowledgements that are owed; what is set when that is over."""
     done = trio.Event()
 
     async def wait() -> None:
         await exchange.drain.wait_acked()
         done.set()
 
-    exchange.drain.drain("admin")
     nursery.start_soon(wait)
     await wait_all_tasks_blocked()
+    return done
+
+
+async def test_waiting_ends_when_all_have_acknowledged_or_ended(
+    exchange: Exchange, one: FakeLink, other: FakeLink, nursery: trio.Nursery
+) -> None:
+    exchange.drain.drain("admin")
+    done = await begin_to_wait(exchange, nursery)
     exchange.ack(one, 1)
     await wait_all_tasks_blocked()
     assert not done.is_set()
@@ -268,15 +274,8 @@ async def test_waiting_ends_when_all_have_acknowledged_or_ended(
 async def test_who_waits_waits_for_the_newest_change(
     exchange: Exchange, one: FakeLink, other: FakeLink, nursery: trio.Nursery
 ) -> None:
-    done = trio.Event()
-
-    async def wait() -> None:
-        await exchange.drain.wait_acked()
-        done.set()
-
     exchange.drain.drain("admin")
-    nursery.start_soon(wait)
-    await wait_all_tasks_blocked()
+    done = await begin_to_wait(exchange, nursery)
     exchange.drain.drain("signal")
     for link in (one, other):
         exchange.ack(link, 1)

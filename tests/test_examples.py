@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from house import House, echo, expect, open_house, receive_all, receive_exactly, refusal, reset, talks
+from house import House, echo, expect, receive_all, receive_exactly, refusal, reset, talks
 
 import tunnel
 
@@ -75,11 +75,10 @@ async def start() -> AsyncIterator[Start]:
 
 
 @pytest.fixture
-async def house() -> AsyncIterator[House]:
+async def house(house: House) -> House:
     """A tunnel with a server; agents come when they are called."""
-    async with open_house() as house:
-        await house.serve()
-        yield house
+    await house.serve()
+    return house
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 import trio
-from house import PROMPT, House, Service, descriptors, echo, ended, forward, open_house, receive_all, talks
+from house import PROMPT, House, Service, descriptors, echo, ended, forward, receive_all, talks
 from trio.testing import wait_all_tasks_blocked
 
 from tunnel import programs, turns
@@ -21,12 +21,9 @@ from tunnel.listen import BindError
 Start = Callable[..., Awaitable[Forwarder]]
 
 
-@pytest.fixture
-async def house(caplog: pytest.LogCaptureFixture) -> AsyncIterator[House]:
+@pytest.fixture(autouse=True)
+def _whole_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tunnel")
-    async with open_house() as house:
-        yield house
-    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 @pytest.fixture

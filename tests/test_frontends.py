@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 import trio
@@ -19,7 +19,6 @@ from house import (
     forward,
     greet,
     head,
-    open_house,
     receive_all,
     receive_exactly,
     refusal,
@@ -40,23 +39,11 @@ Enter = Callable[[Talk], Awaitable[tuple[trio.SocketStream, Service]]]
 
 
 @pytest.fixture
-async def house(caplog: pytest.LogCaptureFixture) -> AsyncIterator[House]:
-    async with open_house() as house:
-        yield house
-    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
-
-
-@pytest.fixture
 async def echoes(house: House) -> Service:
     """A server, an agent, and a target that echoes."""
     await house.serve()
     await house.agent()
     return await house.service(echo)
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Held:
-    return Held(monkeypatch)
 
 
 @pytest.fixture(params=["connect", "forward"])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from house import House, echo, open_house, talks
+from house import House, echo, talks
 from prometheus_client.parser import text_string_to_metric_families
 from trio.testing import wait_all_tasks_blocked
 
@@ -23,12 +23,6 @@ from tunnel.tally import Histogram
 DOCS = Path(__file__).parent.parent / "docs"
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
-
-@pytest.fixture
-async def house() -> AsyncIterator[House]:
-    async with open_house() as house:
-        yield house
 
 
 def scraped(operated: Operated) -> Samples:

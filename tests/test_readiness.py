@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
 import trio
-from house import PROMPT, Held, House, echo, ended, open_house, through
+from house import PROMPT, Held, House, echo, ended, through
 from trio.testing import wait_all_tasks_blocked
 
 from tunnel.address import Target
@@ -16,12 +14,6 @@ from tunnel.desk import AgentDesk, ServerDesk
 from tunnel.lifecycle import Phase
 from tunnel.readiness import Readiness
 from tunnel.server import Server
-
-
-@pytest.fixture
-async def house() -> AsyncIterator[House]:
-    async with open_house() as house:
-        yield house
 
 
 def test_nothing_against_it_is_ready() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
 
@@ -21,7 +21,6 @@ from house import (
     expect,
     forward,
     head,
-    open_house,
     receive_all,
     receive_exactly,
     refusal,
@@ -54,22 +53,10 @@ from tunnel.transport import SocketTransport
 
 
 @pytest.fixture
-async def house(caplog: pytest.LogCaptureFixture) -> AsyncIterator[House]:
-    async with open_house() as house:
-        yield house
-    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
-
-
-@pytest.fixture
 async def echoes(house: House) -> Service:
     """A server, and a target that echoes; no agent."""
     await house.serve()
     return await house.service(echo)
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Held:
-    return Held(monkeypatch)
 
 
 def _messages(caplog: pytest.LogCaptureFixture, level: int, logger: str = "tunnel") -> list[str]:
@@ -484,6 +471,9 @@ class _FakeLink:
     def send_control(self, packet: Packet) -> None:
         assert isinstance(packet, GoAway)
         self.told.append((trio.current_time(), packet))
+
+    def send_now(self) -> bool:
+        return not self.sending
 
     def flush(self) -> None:
         if not self.final:

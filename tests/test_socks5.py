@@ -28,7 +28,6 @@ from house import (
     expect,
     firehose,
     greet,
-    open_house,
     receive_all,
     reset,
     talks,
@@ -174,13 +173,6 @@ async def start_front(nursery: trio.Nursery) -> AsyncIterator[StartFront]:
 
 
 @pytest.fixture
-async def house(caplog: pytest.LogCaptureFixture) -> AsyncIterator[House]:
-    async with open_house() as house:
-        yield house
-    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
-
-
-@pytest.fixture
 async def agent(house: House) -> tunnel.Agent:
     """A server and an agent."""
     await house.serve()
@@ -208,11 +200,6 @@ async def guarded(start_front: StartFront, client: tunnel.Client) -> Front:
 @pytest.fixture
 async def echoes(house: House) -> Service:
     return await house.service(echo)
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Held:
-    return Held(monkeypatch)
 
 
 @pytest.fixture

@@ -240,7 +240,7 @@ async def until(condition: Callable[[], bool], seconds: float) -> float:
     began = trio.current_time()
     while not condition():
         assert trio.current_time() - began < seconds, "waited in vain"
-        await trio.sleep(0.001)
+        await trio.sleep(seconds / 1000)
     return trio.current_time() - began
 
 
@@ -250,6 +250,11 @@ def no_attempts(world: World) -> Iterator[None]:
     before = len(world.attempts)
     yield
     assert world.attempts[before:] == []
+
+
+async def an_hour_without_attempts(world: World) -> None:
+    with no_attempts(world):
+        await trio.sleep(HOUR)
 
 
 # -- back-off
@@ -281,8 +286,7 @@ async def test_one_server_has_one_link(nursery: trio.Nursery, autojump_clock: Mo
     world.add("one", [server])
     site = await started(nursery, world, "one")
     await until(lambda: site.linked_to(server), 1)
-    with no_attempts(world):
-        await trio.sleep(HOUR)
+    await an_hour_without_attempts(world)
     assert len(world.open) == 1
 
 
@@ -295,8 +299,7 @@ async def test_a_server_behind_several_addresses_has_one_link(
     await trio.sleep(60)
     assert site.linked_to(server)
     assert len(world.open) == 1
-    with no_attempts(world):
-        await trio.sleep(HOUR)
+    await an_hour_without_attempts(world)
 
 
 async def test_a_lost_link_to_a_server_behind_several_addresses_is_restored_once(
@@ -319,8 +322,7 @@ async def test_every_address_of_a_name_is_linked(
     world.add("three", *([server] for server in servers))
     site = await started(nursery, world, "three")
     await until(lambda: site.linked_to(*servers), 1)
-    with no_attempts(world):
-        await trio.sleep(HOUR)
+    await an_hour_without_attempts(world)
 
 
 async def test_every_name_is_linked(nursery: trio.Nursery, autojump_clock: MockClock, world: World) -> None:
@@ -329,8 +331,7 @@ async def test_every_name_is_linked(nursery: trio.Nursery, autojump_clock: MockC
         world.add(f"server-{number}", [server])
     site = await started(nursery, world, "server-0", "server-1", "server-2")
     await until(lambda: site.linked_to(*servers), 1)
-    with no_attempts(world):
-        await trio.sleep(HOUR)
+    await an_hour_without_attempts(world)
 
 
 async def test_two_names_of_one_server_are_one_link(
@@ -343,8 +344,7 @@ async def test_two_names_of_one_server_are_one_link(
     await trio.sleep(60)
     assert site.linked_to(server)
     assert len(world.open) == 1
-    with no_attempts(world):
-        await trio.sleep(HOUR)
+    await an_hour_without_attempts(world)
 
 
 async def test_an_address_that_leads_nowhere_does_not_hold_up_the_others(
@@ -395,8 +395,7 @@ async def test_all_servers_behind_a_balancer_are_linked(
     site = await started(nursery, world, "all")
     await until(lambda: site.linked_to(*servers), 5)
     assert len(world.open) == 5
-    with no_attempts(world):
-        await trio.sleep(HOUR)
+    await an_hour_without_attempts(world)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -492,8 +491,7 @@ async def test_a_count_told_live_lowers_what_is_wanted(
     leaving.stop()
     await trio.sleep(60)
     assert site.linked_to(*staying)
-    with no_attempts(world):
-        await trio.sleep(HOUR)
+    await an_hour_without_attempts(world)
 
 
 # -- names
@@ -519,8 +517,7 @@ async def test_an_address_that_is_gone_from_the_name_is_let_go(
     await trio.sleep(100)
     assert site.linked_to(old, new)
     old.drop_links()
-    with no_attempts(world):
-        await trio.sleep(HOUR)
+    await an_hour_without_attempts(world)
     assert site.linked_to(new)
 
 
@@ -722,8 +719,7 @@ async def test_while_draining_no_new_link_is_made(
     servers[1].up = True
     await trio.sleep(20)
     assert site.linked_to(servers[0])
-    with no_attempts(world):
-        await trio.sleep(HOUR)
+    await an_hour_without_attempts(world)
 
 
 async def test_a_drain_during_a_connect_makes_no_new_link(
@@ -933,8 +929,7 @@ async def test_an_attempt_that_is_stopped_leaves_no_connection(
         await site.loop.run(nursery)
     await wait_all_tasks_blocked()
     assert world.open == set()
-    with no_attempts(world):
-        await trio.sleep(HOUR)
+    await an_hour_without_attempts(world)
 
 
 async def test_a_stop_in_a_back_off_ends_it(nursery: trio.Nursery, autojump_clock: MockClock, world: World) -> None:
@@ -942,8 +937,7 @@ async def test_a_stop_in_a_back_off_ends_it(nursery: trio.Nursery, autojump_cloc
     site = Site(world, "all", "nowhere")
     with trio.move_on_after(100):
         await site.loop.run(nursery)
-    with no_attempts(world):
-        await trio.sleep(HOUR)
+    await an_hour_without_attempts(world)
 
 
 async def test_a_stopped_loop_neither_drains_nor_undrains(

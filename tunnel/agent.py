@@ -160,7 +160,7 @@ class Agent:
     @property
     def unsent(self) -> bool:
         """See ``lifecycle.Program``."""
-        return any(link.sending for link in self.sync.links.values())
+        return not all(link.send_now() for link in list(self.sync.links.values()))  # sending may find one broken
 
     async def settle(self) -> None:
         """See ``lifecycle.Program``."""

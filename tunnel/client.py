@@ -125,7 +125,7 @@ class Client:
     @property
     def unsent(self) -> bool:
         """Whether something is queued that did not go yet."""
-        return any(link.sending for link in self._links)
+        return not all(link.send_now() for link in list(self._links))  # sending may find one broken
 
     async def settle(self) -> None:
         """Wait until that is not so."""

@@ -251,6 +251,11 @@ class Link:
         """Whether something is queued that the transport has not taken yet."""
         return self.outflow.sending
 
+    def send_now(self) -> bool:
+        """Send what is queued, at once; whether the transport has taken everything."""
+        self.outflow.end_turn()
+        return not self.sending
+
     async def all_sent(self) -> None:
         """Wait until not ``sending``, or the link has ended."""
         await self.outflow.all_sent()

@@ -186,7 +186,7 @@ class Server:
     @property
     def unsent(self) -> bool:
         """See ``lifecycle.Program``."""
-        return any(link.sending for link in self._links)
+        return not all(link.send_now() for link in list(self._links))  # sending may find one broken
 
     async def settle(self) -> None:
         """See ``lifecycle.Program``."""

@@ -11,11 +11,12 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from endpoints import Blackhole, NewTarget, Target, closed_port
-from programs import Nginx, Program, Service, Sshd, StartProgram, Stdio, free_port, needs, run
+from programs import Nginx, Program, Service, Sshd, StartProgram, Stdio, eventually, free_port, needs, run
 from tunnels import NewTunnel, StartForward, StartSocks, StartStdio, Tunnel
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -87,6 +88,25 @@ def tunnel(start: StartProgram, target: NewTarget) -> Iterator[NewTunnel]:
             return new
 
         yield tunnel
+
+
+@pytest.fixture(scope="session")
+def _one_for_all() -> Iterator[Tunnel]:
+    server = Program("server", "--listen", "127.0.0.1:0", "--connect", "127.0.0.1:0")
+    agent = Program("agent", "--server", f"127.0.0.1:{server.port('links')}", "--name", "a0")
+    server.wait_for("agent linked")
+    yield Tunnel(server, [agent], contextlib.ExitStack())
+    _check(agent, killed=False)
+    _check(server, killed=False)
+
+
+@pytest.fixture
+def shared_tunnel(_one_for_all: Tunnel) -> Iterator[Tunnel]:
+    """A server with one agent, for tests that only go through: many share it, and each leaves nothing behind."""
+    before = _one_for_all.descriptors()
+    with contextlib.ExitStack() as clients:
+        yield replace(_one_for_all, clients=clients)
+    eventually(lambda: _one_for_all.descriptors() == before, f"as many descriptors as before: {before}")
 
 
 @pytest.fixture

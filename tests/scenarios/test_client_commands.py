@@ -49,8 +49,8 @@ def send_in_pieces(sock: socket.socket, data: bytes) -> None:
 # -- tunnel forward: real clients
 
 
-def test_redis_py_stores_and_finds_through_a_forward(tunnel: NewTunnel, forward: StartForward, redis: int) -> None:
-    with redis_py.Redis(port=forward(tunnel(), redis).port("forward")) as client:
+def test_redis_py_stores_and_finds_through_a_forward(shared_tunnel: Tunnel, forward: StartForward, redis: int) -> None:
+    with redis_py.Redis(port=forward(shared_tunnel, redis).port("forward")) as client:
         assert client.set("key", b"some value")
         assert client.get("key") == b"some value"
         big = random.randbytes(MIB)
@@ -62,8 +62,8 @@ def test_redis_py_stores_and_finds_through_a_forward(tunnel: NewTunnel, forward:
             assert pipeline.execute()[1::2] == [b"%d" % number for number in range(1000)]
 
 
-def test_redis_py_is_told_what_others_publish(tunnel: NewTunnel, forward: StartForward, redis: int) -> None:
-    with redis_py.Redis(port=forward(tunnel(), redis).port("forward")) as client, client.pubsub() as subscriber:
+def test_redis_py_is_told_what_others_publish(shared_tunnel: Tunnel, forward: StartForward, redis: int) -> None:
+    with redis_py.Redis(port=forward(shared_tunnel, redis).port("forward")) as client, client.pubsub() as subscriber:
         subscriber.subscribe("news")
         assert subscriber.get_message(timeout=30)["type"] == "subscribe"
         for number in range(100):
@@ -88,19 +88,19 @@ def test_a_forward_leads_through_the_agent_that_it_names(
 
 
 def test_several_forwards_lead_each_to_its_own_target(
-    tunnel: NewTunnel, forward: StartForward, target: NewTarget
+    shared_tunnel: Tunnel, forward: StartForward, target: NewTarget
 ) -> None:
     names = [b"first", b"second"]
-    program = forward(tunnel(), *(target(lambda sock, name=name: sock.sendall(name)).port for name in names))
+    program = forward(shared_tunnel, *(target(lambda sock, name=name: sock.sendall(name)).port for name in names))
     for nth, name in enumerate(names, 1):
         with call(program, nth) as sock:
             assert read_all(sock) == name
 
 
 def test_a_forward_to_a_closed_port_is_reset_and_the_log_says_why(
-    tunnel: NewTunnel, forward: StartForward, refusing_port: int
+    shared_tunnel: Tunnel, forward: StartForward, refusing_port: int
 ) -> None:
-    program = forward(tunnel(), refusing_port)
+    program = forward(shared_tunnel, refusing_port)
     check_reset_at_once(program)
     failure = program.wait_for("dial failed", use="forward", code="refused")
     assert failure["target"] == f"127.0.0.1:{refusing_port}"
@@ -137,7 +137,7 @@ def test_a_forward_goes_on_after_its_server_was_restarted(
 
 
 def test_pieces_of_any_size_arrive_whole_both_ways_at_once(
-    tunnel: NewTunnel, forward: StartForward, target: NewTarget
+    shared_tunnel: Tunnel, forward: StartForward, target: NewTarget
 ) -> None:
     up, down = random.randbytes(10 * MIB), random.randbytes(10 * MIB)
     received: SimpleQueue[bytes] = SimpleQueue()
@@ -148,27 +148,27 @@ def test_pieces_of_any_size_arrive_whole_both_ways_at_once(
         received.put(hashlib.sha256(read_all(sock)).digest())
         sending.join()
 
-    program = forward(tunnel(), target(lambda sock: exchange(sock, down)).port)
+    program = forward(shared_tunnel, target(lambda sock: exchange(sock, down)).port)
     with call(program) as sock:
         exchange(sock, up)
     assert {received.get(timeout=30) for _ in range(2)} == {hashlib.sha256(data).digest() for data in (up, down)}
 
 
 def test_through_a_forward_a_target_may_answer_after_the_end_of_the_request(
-    tunnel: NewTunnel, forward: StartForward, target: NewTarget
+    shared_tunnel: Tunnel, forward: StartForward, target: NewTarget
 ) -> None:
     def answer(sock: socket.socket) -> None:
         if read_all(sock) == b"a question":
             sock.sendall(ANSWER)
 
-    with call(forward(tunnel(), target(answer).port)) as sock:
+    with call(forward(shared_tunnel, target(answer).port)) as sock:
         sock.sendall(b"a question")
         sock.shutdown(socket.SHUT_WR)
         assert read_all(sock) == ANSWER
 
 
 def test_through_a_forward_a_client_may_go_on_after_the_end_of_the_answer(
-    tunnel: NewTunnel, forward: StartForward, target: NewTarget
+    shared_tunnel: Tunnel, forward: StartForward, target: NewTarget
 ) -> None:
     received: SimpleQueue[bytes] = SimpleQueue()
 
@@ -177,7 +177,7 @@ def test_through_a_forward_a_client_may_go_on_after_the_end_of_the_answer(
         sock.shutdown(socket.SHUT_WR)
         received.put(read_all(sock))
 
-    with call(forward(tunnel(), target(end_first).port)) as sock:
+    with call(forward(shared_tunnel, target(end_first).port)) as sock:
         assert read_all(sock) == b"enough"
         sock.sendall(ANSWER * 10)
         sock.shutdown(socket.SHUT_WR)
@@ -185,20 +185,20 @@ def test_through_a_forward_a_client_may_go_on_after_the_end_of_the_answer(
 
 
 def test_through_a_forward_a_targets_reset_is_a_reset_for_the_client(
-    tunnel: NewTunnel, forward: StartForward, target: NewTarget
+    shared_tunnel: Tunnel, forward: StartForward, target: NewTarget
 ) -> None:
     def break_off(sock: socket.socket) -> None:
         read_exactly(sock, 1)
         sock.sendall(ANSWER)
         reset(sock)
 
-    with call(forward(tunnel(), target(break_off).port)) as sock:
+    with call(forward(shared_tunnel, target(break_off).port)) as sock:
         sock.sendall(b"?")
         assert check_reset(sock) <= MIB
 
 
 def test_through_a_forward_a_clients_reset_is_a_reset_for_the_target(
-    tunnel: NewTunnel, forward: StartForward, target: NewTarget
+    shared_tunnel: Tunnel, forward: StartForward, target: NewTarget
 ) -> None:
     ended: SimpleQueue[BaseException | None] = SimpleQueue()
 
@@ -209,7 +209,7 @@ def test_through_a_forward_a_clients_reset_is_a_reset_for_the_target(
         except OSError as error:
             ended.put(error)
 
-    sock = call(forward(tunnel(), target(listen).port))
+    sock = call(forward(shared_tunnel, target(listen).port))
     check_echo(sock)
     reset(sock)
     assert isinstance(ended.get(timeout=30), ConnectionResetError)
@@ -237,8 +237,8 @@ def test_a_download_through_a_forward_that_nobody_reads_costs_no_memory(
 # -- tunnel forward: how it ends
 
 
-def test_a_signal_ends_an_idle_forward(tunnel: NewTunnel, forward: StartForward, target: NewTarget) -> None:
-    program = forward(tunnel(), target(echo).port)
+def test_a_signal_ends_an_idle_forward(shared_tunnel: Tunnel, forward: StartForward, target: NewTarget) -> None:
+    program = forward(shared_tunnel, target(echo).port)
     with call(program) as sock:
         check_echo(sock)
     program.signal(signal.SIGTERM)
@@ -246,7 +246,9 @@ def test_a_signal_ends_an_idle_forward(tunnel: NewTunnel, forward: StartForward,
     assert [event["event"] for event in program.log if event["level"] not in ("debug", "info")] == []
 
 
-def test_a_leaving_forward_lets_a_download_finish(tunnel: NewTunnel, forward: StartForward, target: NewTarget) -> None:
+def test_a_leaving_forward_lets_a_download_finish(
+    shared_tunnel: Tunnel, forward: StartForward, target: NewTarget
+) -> None:
     left = threading.Event()
 
     def serve(sock: socket.socket) -> None:
@@ -254,7 +256,7 @@ def test_a_leaving_forward_lets_a_download_finish(tunnel: NewTunnel, forward: St
         left.wait(30)
         sock.sendall(ANSWER * 20)
 
-    program = forward(tunnel(), target(serve).port)
+    program = forward(shared_tunnel, target(serve).port)
     port = program.port("forward")
     with call(program) as sock:
         assert read_exactly(sock, MIB) == ANSWER
@@ -312,9 +314,9 @@ def test_ssh_runs_a_command_through_a_proxy_command(tunnel: NewTunnel, sshd: Ssh
 
 
 def test_scp_copies_100_mb_there_and_back_through_a_proxy_command(
-    tunnel: NewTunnel, sshd: Sshd, tmp_path: Path
+    shared_tunnel: Tunnel, sshd: Sshd, tmp_path: Path
 ) -> None:
-    scp = [needs("scp"), *through_tunnel(tunnel(), sshd), "-P", str(sshd.port)]
+    scp = [needs("scp"), *through_tunnel(shared_tunnel, sshd), "-P", str(sshd.port)]
     here, there, back = (tmp_path / name for name in ("here", "there", "back"))
     digests = {random_file(here, 100)}
     try:
@@ -335,54 +337,56 @@ def answer_all(sock: socket.socket) -> None:
     sock.sendall(b"got " + read_all(sock))
 
 
-def test_the_input_may_be_a_pipe(tunnel: NewTunnel, target: NewTarget, stdio: StartStdio) -> None:
-    process = stdio(tunnel(), target(answer_all).port)
+def test_the_input_may_be_a_pipe(shared_tunnel: Tunnel, target: NewTarget, stdio: StartStdio) -> None:
+    process = stdio(shared_tunnel, target(answer_all).port)
     process.input.write(ANSWER)
     process.input.close()
     assert process.output.readall() == b"got " + ANSWER
     assert process.ended() == (0, "")
 
 
-def test_the_input_may_be_a_file(tunnel: NewTunnel, target: NewTarget, stdio: StartStdio, tmp_path: Path) -> None:
+def test_the_input_may_be_a_file(shared_tunnel: Tunnel, target: NewTarget, stdio: StartStdio, tmp_path: Path) -> None:
     (tmp_path / "input").write_bytes(ANSWER)
     with (tmp_path / "input").open("rb") as file:
-        process = stdio(tunnel(), target(answer_all).port, stdin=file)
+        process = stdio(shared_tunnel, target(answer_all).port, stdin=file)
     assert process.output.readall() == b"got " + ANSWER
     assert process.ended() == (0, "")
 
 
-def test_the_input_may_be_nothing(tunnel: NewTunnel, target: NewTarget, stdio: StartStdio) -> None:
-    process = stdio(tunnel(), target(answer_all).port, stdin=subprocess.DEVNULL)
+def test_the_input_may_be_nothing(shared_tunnel: Tunnel, target: NewTarget, stdio: StartStdio) -> None:
+    process = stdio(shared_tunnel, target(answer_all).port, stdin=subprocess.DEVNULL)
     assert process.output.readall() == b"got "
     assert process.ended() == (0, "")
 
 
 @pytest.mark.parametrize(("closed", "printed"), [("<&-", b"got "), (">&-", b"")])
 def test_a_closed_input_or_output_is_like_nothing(
-    tunnel: NewTunnel, target: NewTarget, closed: str, printed: bytes
+    shared_tunnel: Tunnel, target: NewTarget, closed: str, printed: bytes
 ) -> None:
-    command = shlex.join(connect_argv(f"127.0.0.1:{target(answer_all).port}", tunnel().links))
+    command = shlex.join(connect_argv(f"127.0.0.1:{target(answer_all).port}", shared_tunnel.links))
     assert run("sh", "-c", f"exec {command} {closed}") == printed
 
 
-def test_the_output_may_be_a_file(tunnel: NewTunnel, target: NewTarget, stdio: StartStdio, tmp_path: Path) -> None:
+def test_the_output_may_be_a_file(shared_tunnel: Tunnel, target: NewTarget, stdio: StartStdio, tmp_path: Path) -> None:
     with (tmp_path / "output").open("wb") as file:
-        process = stdio(tunnel(), target(answer_all).port, stdout=file)
+        process = stdio(shared_tunnel, target(answer_all).port, stdout=file)
     process.input.write(ANSWER)
     process.input.close()
     assert process.ended() == (0, "")
     assert (tmp_path / "output").read_bytes() == b"got " + ANSWER
 
 
-def test_an_output_that_nobody_reads_any_more_ends_it(tunnel: NewTunnel, target: NewTarget, stdio: StartStdio) -> None:
-    process = stdio(tunnel(), target(lambda sock: Counter().send(sock, 1 << 60)).port)
+def test_an_output_that_nobody_reads_any_more_ends_it(
+    shared_tunnel: Tunnel, target: NewTarget, stdio: StartStdio
+) -> None:
+    process = stdio(shared_tunnel, target(lambda sock: Counter().send(sock, 1 << 60)).port)
     assert process.output.read(1)
     process.output.close()
     check_complaint(process, 1, "Broken pipe")
 
 
-def test_talk_goes_back_and_forth(tunnel: NewTunnel, target: NewTarget, stdio: StartStdio) -> None:
-    process = stdio(tunnel(), target(echo).port)
+def test_talk_goes_back_and_forth(shared_tunnel: Tunnel, target: NewTarget, stdio: StartStdio) -> None:
+    process = stdio(shared_tunnel, target(echo).port)
     for number in range(100):
         process.input.write(b"%d\n" % number)
         assert process.output.read(100) == b"%d\n" % number
@@ -401,18 +405,20 @@ def test_the_agent_may_be_named(tunnel: NewTunnel, target: NewTarget, stdio: Sta
 # -- tunnel connect: ends
 
 
-def test_an_answer_that_comes_long_after_the_end_of_the_input_is_whole(tunnel: NewTunnel, target: NewTarget) -> None:
+def test_an_answer_that_comes_long_after_the_end_of_the_input_is_whole(
+    shared_tunnel: Tunnel, target: NewTarget
+) -> None:
     def answer_later(sock: socket.socket) -> None:
         question = read_all(sock)
         time.sleep(0.5)  # this is the answer's delay, which is what is tested
         sock.sendall(question + ANSWER)
 
-    command = shlex.join(connect_argv(f"127.0.0.1:{target(answer_later).port}", tunnel().links))
+    command = shlex.join(connect_argv(f"127.0.0.1:{target(answer_later).port}", shared_tunnel.links))
     assert run("sh", "-c", f"printf question | {command}") == b"question" + ANSWER
 
 
 def test_the_input_may_go_on_after_the_end_of_the_output(
-    tunnel: NewTunnel, target: NewTarget, stdio: StartStdio
+    shared_tunnel: Tunnel, target: NewTarget, stdio: StartStdio
 ) -> None:
     received: SimpleQueue[bytes] = SimpleQueue()
 
@@ -421,7 +427,7 @@ def test_the_input_may_go_on_after_the_end_of_the_output(
         sock.shutdown(socket.SHUT_WR)
         received.put(read_all(sock))
 
-    process = stdio(tunnel(), target(end_first).port)
+    process = stdio(shared_tunnel, target(end_first).port)
     assert process.output.readall() == b"enough"
     process.input.write(ANSWER * 10)
     process.input.close()
@@ -439,27 +445,27 @@ def check_complaint(process: Stdio, code: int, *words: str) -> None:
 
 
 def test_a_targets_reset_ends_it_though_the_input_goes_on(
-    tunnel: NewTunnel, target: NewTarget, stdio: StartStdio
+    shared_tunnel: Tunnel, target: NewTarget, stdio: StartStdio
 ) -> None:
     def break_off(sock: socket.socket) -> None:
         read_exactly(sock, 1)
         reset(sock)
 
     port = target(break_off).port
-    process = stdio(tunnel(), port)
+    process = stdio(shared_tunnel, port)
     process.input.write(b"?")
     check_complaint(process, 1, f"127.0.0.1:{port}", "reset")
     assert process.output.readall() == b""
 
 
-def test_a_target_that_refuses_is_exit_69(tunnel: NewTunnel, stdio: StartStdio, refusing_port: int) -> None:
-    process = stdio(tunnel(), refusing_port)
+def test_a_target_that_refuses_is_exit_69(shared_tunnel: Tunnel, stdio: StartStdio, refusing_port: int) -> None:
+    process = stdio(shared_tunnel, refusing_port)
     check_complaint(process, 69, f"127.0.0.1:{refusing_port}", "(refused)")
     assert process.output.readall() == b""
 
 
-def test_a_name_that_does_not_exist_is_exit_69(tunnel: NewTunnel, stdio: StartStdio) -> None:
-    check_complaint(stdio(tunnel(), "nosuch.invalid:80"), 69, "nosuch.invalid:80", "(dns)")
+def test_a_name_that_does_not_exist_is_exit_69(shared_tunnel: Tunnel, stdio: StartStdio) -> None:
+    check_complaint(stdio(shared_tunnel, "nosuch.invalid:80"), 69, "nosuch.invalid:80", "(dns)")
 
 
 def test_without_an_agent_it_is_exit_75(tunnel: NewTunnel, stdio: StartStdio, refusing_port: int) -> None:
@@ -481,8 +487,8 @@ def test_a_target_that_is_none_is_exit_2(refusing_port: int) -> None:
     assert "'nowhere'" in done.stderr
 
 
-def test_ctrl_c_during_a_talk_is_exit_130(tunnel: NewTunnel, target: NewTarget, stdio: StartStdio) -> None:
-    process = stdio(tunnel(), target(echo).port)
+def test_ctrl_c_during_a_talk_is_exit_130(shared_tunnel: Tunnel, target: NewTarget, stdio: StartStdio) -> None:
+    process = stdio(shared_tunnel, target(echo).port)
     process.input.write(b"hello")
     assert process.output.read(5) == b"hello"
     process.signal(signal.SIGINT)

@@ -32,12 +32,12 @@ def curl(tunnel: Tunnel) -> list[str]:
     return [needs("curl"), "-sS", "--fail", "--noproxy", "", "--proxytunnel", "--proxy", proxy]
 
 
-def test_curl_downloads_300_mb_from_nginx(tunnel: NewTunnel, nginx: Nginx) -> None:
+def test_curl_downloads_300_mb_from_nginx(shared_tunnel: Tunnel, nginx: Nginx) -> None:
     file = nginx.folder / "big"
     try:
         expected = random_file(file, 300)
         digest = hashlib.sha256()
-        with subprocess.Popen([*curl(tunnel()), nginx.url("big")], stdout=subprocess.PIPE) as process:
+        with subprocess.Popen([*curl(shared_tunnel), nginx.url("big")], stdout=subprocess.PIPE) as process:
             assert process.stdout
             while block := process.stdout.read(MIB):
                 digest.update(block)
@@ -47,11 +47,11 @@ def test_curl_downloads_300_mb_from_nginx(tunnel: NewTunnel, nginx: Nginx) -> No
     assert digest.hexdigest() == expected
 
 
-def test_curl_uploads_100_mb_to_nginx(tunnel: NewTunnel, nginx: Nginx, tmp_path: Path) -> None:
+def test_curl_uploads_100_mb_to_nginx(shared_tunnel: Tunnel, nginx: Nginx, tmp_path: Path) -> None:
     file, stored = tmp_path / "upload", nginx.folder / "stored"
     try:
         expected = random_file(file, 100)
-        run(*curl(tunnel()), "--upload-file", str(file), nginx.url("stored"))
+        run(*curl(shared_tunnel), "--upload-file", str(file), nginx.url("stored"))
         with stored.open("rb") as content:
             assert hashlib.file_digest(content, "sha256").hexdigest() == expected
     finally:
@@ -59,39 +59,43 @@ def test_curl_uploads_100_mb_to_nginx(tunnel: NewTunnel, nginx: Nginx, tmp_path:
         stored.unlink(missing_ok=True)
 
 
-def test_curl_makes_200_requests_in_parallel(tunnel: NewTunnel, nginx: Nginx, tmp_path: Path) -> None:
+def test_curl_makes_200_requests_in_parallel(shared_tunnel: Tunnel, nginx: Nginx, tmp_path: Path) -> None:
     for number in range(200):
         (nginx.folder / f"{number}").write_text(f"this is file {number}\n" * 1000)
     many = ["--parallel", "--parallel-immediate", "--parallel-max", "200", "--output", f"{tmp_path}/got-#1"]
-    run(*curl(tunnel()), *many, nginx.url("[0-199]"))
+    run(*curl(shared_tunnel), *many, nginx.url("[0-199]"))
     for number in range(200):
         assert (tmp_path / f"got-{number}").read_text() == (nginx.folder / f"{number}").read_text()
 
 
-def test_a_head_may_be_cut_anywhere_and_what_follows_it_is_delivered_once(tunnel: NewTunnel, target: NewTarget) -> None:
-    tunnel_, target_ = tunnel(), target(echo)
+def test_a_head_may_be_cut_anywhere_and_what_follows_it_is_delivered_once(
+    shared_tunnel: Tunnel, target: NewTarget
+) -> None:
+    target_ = target(echo)
     early = b"first bytes of the stream"
     request = connect_head("127.0.0.1", target_.port) + early
     for cut in range(len(request) + 1):
-        with tunnel_.client("connect") as sock:
+        with shared_tunnel.client("connect") as sock:
             sock.sendall(request[:cut])
             sock.sendall(request[cut:])
             assert read_exactly(sock, len(ESTABLISHED) + len(early)) == ESTABLISHED + early
 
 
-def test_a_head_may_come_byte_by_byte(tunnel: NewTunnel, target: NewTarget) -> None:
-    sock = tunnel().client("connect")
+def test_a_head_may_come_byte_by_byte(shared_tunnel: Tunnel, target: NewTarget) -> None:
+    sock = shared_tunnel.client("connect")
     for byte in connect_head("127.0.0.1", target(echo).port) + b"x":
         sock.sendall(bytes([byte]))
     assert read_head(sock) == ESTABLISHED
     assert read_exactly(sock, 1) == b"x"
 
 
-def test_a_target_that_speaks_first_is_never_heard_before_the_status_line(tunnel: NewTunnel, target: NewTarget) -> None:
-    tunnel_, target_ = tunnel(), target(lambda sock: sock.sendall(b"220 welcome\r\n"))
+def test_a_target_that_speaks_first_is_never_heard_before_the_status_line(
+    shared_tunnel: Tunnel, target: NewTarget
+) -> None:
+    target_ = target(lambda sock: sock.sendall(b"220 welcome\r\n"))
 
     def greeting(_: int) -> bytes:
-        with tunnel_.client("connect") as sock:
+        with shared_tunnel.client("connect") as sock:
             sock.sendall(connect_head("127.0.0.1", target_.port))
             return read_all(sock)
 

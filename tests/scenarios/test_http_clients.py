@@ -12,7 +12,7 @@ import trio
 import trustme
 from endpoints import NewTarget
 from programs import Nginx
-from tunnels import NewTunnel, StartSocks
+from tunnels import StartSocks, Tunnel
 
 MANY = 200
 
@@ -62,21 +62,21 @@ class TlsTarget:
 
 
 async def test_httpx_makes_200_requests_at_once_through_connect(
-    tunnel: NewTunnel, target: NewTarget, authority: trustme.CA
+    shared_tunnel: Tunnel, target: NewTarget, authority: trustme.CA
 ) -> None:
     port = target(TlsTarget(authority, MANY).serve).port
     context = ssl.create_default_context()
     authority.configure_trust(context)
     urls = [f"https://127.0.0.1:{port}/{number}" for number in range(MANY)]
-    answers = await get_all(urls, proxy=f"http://127.0.0.1:{tunnel().port('connect')}", verify=context)
+    answers = await get_all(urls, proxy=f"http://127.0.0.1:{shared_tunnel.port('connect')}", verify=context)
     assert answers == [(200, body(f"/{number}")) for number in range(MANY)]
 
 
 async def test_httpx_makes_200_requests_at_once_through_socks(
-    tunnel: NewTunnel, socks: StartSocks, nginx: Nginx
+    shared_tunnel: Tunnel, socks: StartSocks, nginx: Nginx
 ) -> None:
     for number in range(MANY):
         (nginx.folder / f"{number}").write_text(body(f"/{number}"))
     urls = [nginx.url(f"{number}") for number in range(MANY)]
-    answers = await get_all(urls, proxy=f"socks5://127.0.0.1:{socks(tunnel())}")
+    answers = await get_all(urls, proxy=f"socks5://127.0.0.1:{socks(shared_tunnel)}")
     assert answers == [(200, body(f"/{number}")) for number in range(MANY)]

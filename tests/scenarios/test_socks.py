@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from programs import Nginx, needs, run
 from test_http import random_file
-from tunnels import NewTunnel, StartSocks
+from tunnels import NewTunnel, StartSocks, Tunnel
 
 LOGIN = "somebody:a password"
 
@@ -34,15 +34,15 @@ def login(tmp_path: Path) -> list[str]:
     return ["--user", user, "--password-file", str(file)]
 
 
-def test_curl_downloads_3_mb_from_nginx(tunnel: NewTunnel, socks: StartSocks, nginx: Nginx) -> None:
+def test_curl_downloads_3_mb_from_nginx(shared_tunnel: Tunnel, socks: StartSocks, nginx: Nginx) -> None:
     expected = random_file(nginx.folder / "file", 3)
-    content = run(*curl(socks(tunnel())), nginx.url("file"))
+    content = run(*curl(socks(shared_tunnel)), nginx.url("file"))
     assert hashlib.sha256(content).hexdigest() == expected
 
 
-def test_curl_says_who_it_is(tunnel: NewTunnel, socks: StartSocks, nginx: Nginx, login: list[str]) -> None:
+def test_curl_says_who_it_is(shared_tunnel: Tunnel, socks: StartSocks, nginx: Nginx, login: list[str]) -> None:
     (nginx.folder / "file").write_text("content")
-    port = socks(tunnel(), *login)
+    port = socks(shared_tunnel, *login)
     assert run(*curl(port), "--proxy-user", LOGIN, nginx.url("file")) == b"content"
 
 
@@ -55,16 +55,16 @@ def test_curl_says_who_it_is(tunnel: NewTunnel, socks: StartSocks, nginx: Nginx,
     ],
 )
 def test_who_does_not_say_so_is_not_served(
-    tunnel: NewTunnel, socks: StartSocks, nginx: Nginx, login: list[str], said: list[str], words: str
+    shared_tunnel: Tunnel, socks: StartSocks, nginx: Nginx, login: list[str], said: list[str], words: str
 ) -> None:
     (nginx.folder / "file").write_text("content")
-    code, text = failure(*curl(socks(tunnel(), *login)), *said, nginx.url("file"))
+    code, text = failure(*curl(socks(shared_tunnel, *login)), *said, nginx.url("file"))
     assert code == 97  # of curl: the proxy's handshake failed
     assert words in text
 
 
-def test_curl_is_told_that_a_port_is_closed(tunnel: NewTunnel, socks: StartSocks, refusing_port: int) -> None:
-    code, text = failure(*curl(socks(tunnel())), f"http://127.0.0.1:{refusing_port}/")
+def test_curl_is_told_that_a_port_is_closed(shared_tunnel: Tunnel, socks: StartSocks, refusing_port: int) -> None:
+    code, text = failure(*curl(socks(shared_tunnel)), f"http://127.0.0.1:{refusing_port}/")
     assert code == 97
     assert "(5)" in text  # the reply that means: refused
 
@@ -77,7 +77,7 @@ def test_a_name_goes_to_the_agent_as_it_is(tunnel: NewTunnel, socks: StartSocks)
     tunnel_.server.wait_for("dial failed", use="client", target="nosuch.invalid:80", agent="a0", code="dns")
 
 
-def test_git_clones_a_repository(tunnel: NewTunnel, socks: StartSocks, nginx: Nginx, tmp_path: Path) -> None:
+def test_git_clones_a_repository(shared_tunnel: Tunnel, socks: StartSocks, nginx: Nginx, tmp_path: Path) -> None:
     git = ["env", "-u", "no_proxy", "-u", "NO_PROXY", "GIT_CONFIG_GLOBAL=/dev/null", needs("git")]
     origin, clone = tmp_path / "origin", tmp_path / "clone"
     run(*git, "init", "--quiet", str(origin))
@@ -88,7 +88,7 @@ def test_git_clones_a_repository(tunnel: NewTunnel, socks: StartSocks, nginx: Ng
         run(*git, "-C", str(origin), *author, "commit", "--quiet", "--message", f"commit {number}")
     run(*git, "clone", "--quiet", "--bare", str(origin), str(nginx.folder / "origin.git"))
     run(*git, "-C", str(nginx.folder / "origin.git"), "update-server-info")  # then any file server will do
-    proxy = f"http.proxy=socks5h://127.0.0.1:{socks(tunnel())}"
+    proxy = f"http.proxy=socks5h://127.0.0.1:{socks(shared_tunnel)}"
     run(*git, "-c", proxy, "clone", "--quiet", nginx.url("origin.git"), str(clone))
     histories = [run(*git, "-C", str(folder), "log", "--format=raw", "--patch") for folder in (origin, clone)]
     assert histories[0] == histories[1]
