@@ -58,6 +58,14 @@ async def test_a_link_that_began_untraced_shows_nothing(
     assert _lines(caplog) == []
 
 
+async def test_the_handshake_is_shown_both_ways(
+    tracing: None, make_links: MakeLinks, caplog: pytest.LogCaptureFixture
+) -> None:
+    await make_links("memory")
+    shown = {(line["event"], line["packet"]) for line in _lines(caplog)}
+    assert shown == {(event, name) for event in ("packet sent", "packet received") for name in ("HELLO", "WELCOME")}
+
+
 def test_of_the_handshake_only_the_name_is_shown(tracing: None, caplog: pytest.LogCaptureFixture) -> None:
     outbox = wiretrace.TracedOutbox(lambda: "?")
     outbox.control(Hello(1, {"nonce": b"not to be seen"}))

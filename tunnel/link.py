@@ -128,7 +128,9 @@ class Link:
             out=wiretrace.TracedOutbox(self._peer_name) if wiretrace.wanted() else None,
         )
         self.outflow = Outflow(self.session.out, transport, limits, self._hit, self._end)
-        self._decoder = Decoder(limits.body_before_auth, self._shake_hands, self._refuse_data)
+        self._decoder = Decoder(
+            limits.body_before_auth, wiretrace.traced(self._peer_name, self._shake_hands), self._refuse_data
+        )
         self._decoder.strict = True
         self._scope = trio.CancelScope()
         self._linked = trio.Event()
@@ -315,8 +317,7 @@ class Link:
             self.session.most_data = self.peer.body_limit - DATA_BODY_OVERHEAD
             self._decoder.limit = self._limits.body
             self._decoder.strict = False
-            take = self.session.receive_packet
-            self._decoder.on_packet = wiretrace.traced(self._peer_name, take) if wiretrace.wanted() else take
+            self._decoder.on_packet = wiretrace.traced(self._peer_name, self.session.receive_packet)
             self._decoder.on_data = self.session.receive_data
             self.since = trio.current_time()
             self._linked.set()

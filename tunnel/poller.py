@@ -34,7 +34,7 @@ class Poller(Protocol):
         """Watch it no more."""
 
     def poll(self, timeout: float, most: int) -> list[tuple[int, int]]:
-        """Sockets and what they are ready for, after so many seconds at most."""
+        """Sockets and what they are ready for, after so many seconds at most; about ``most`` of them, in turns."""
 
 
 class SelectorPoller:
@@ -67,7 +67,7 @@ class SelectorPoller:
         """See ``Poller``."""
         return [
             (key.fd, (READ if events & selectors.EVENT_READ else 0) | (WRITE if events & selectors.EVENT_WRITE else 0))
-            for key, events in self._selector.select(timeout)[:most]
+            for key, events in self._selector.select(timeout)  # all there are: a cut would always leave out the same
         ]
 
 

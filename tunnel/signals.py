@@ -63,7 +63,10 @@ async def _obey(
             if number not in commands:
                 presses.press(number)
             elif command := commands[signal.Signals(number)]:
-                command()
+                try:
+                    command()
+                except Exception:  # a fault of ours; the program goes on
+                    log.exception("fault in a command", signal=signal.Signals(number).name)
             else:
                 log.warning("signal without meaning here", signal=signal.Signals(number).name)
     raise AssertionError("a signal receiver does not end")

@@ -173,9 +173,10 @@ class Turns(trio.abc.Instrument):
         self._do()
         left = min(seconds, _LONGEST)
         end = time.perf_counter() + left
-        while not self._woken and not self._serve(self._poller.poll(max(0.0, left), _ROUND)):
+        while True:  # once at least: what is due may wake a task each time
+            trio_too = self._serve(self._poller.poll(0.0 if self._woken else max(0.0, left), _ROUND))
             left = end - time.perf_counter()
-            if left <= 0:
+            if trio_too or self._woken or left <= 0:
                 return
 
     def task_scheduled(self, task: trio.lowlevel.Task) -> None:
@@ -208,22 +209,27 @@ class _Services:
 
     def add(self, service: _Service[Any]) -> None:
         """Somebody waits."""
+        if service.mask in self._by_mask:
+            raise trio.BusyResourceError("another task waits for this socket")
         self._by_mask[service.mask] = service
         if len(self._by_mask) > 1:
             self._turns.watch_for(self._fd, READ | WRITE)
 
-    def remove(self, service: _Service[Any]) -> None:
-        """And does not any more."""
+    def remove(self, service: _Service[Any]) -> bool:
+        """And does not any more. False if that is so already: what a call does may cancel whoever waits here."""
+        if self._by_mask.get(service.mask) is not service:
+            return False
         del self._by_mask[service.mask]
         for mask in self._by_mask:
             self._turns.watch_for(self._fd, mask)
         if not self._by_mask:
             self._turns.unwatch(self._fd)
+        return True
 
     def ready(self, events: int) -> None:
         """See ``Watcher``. Whoever waits finds out about a break by itself."""
         for service in tuple(self._by_mask.values()):
-            if events & (service.mask | HUNG_UP):
+            if events & (service.mask | HUNG_UP) and self._by_mask.get(service.mask) is service:
                 service.call()
 
     def fault(self) -> None:
@@ -260,9 +266,9 @@ class _Service(Generic[T]):
 
     def over(self, result: T | None = None, error: Exception | None = None) -> None:
         """Wake the task."""
-        self._services.remove(self)
-        self._result, self._error = result, error
-        trio.lowlevel.reschedule(self._task)
+        if self._services.remove(self):
+            self._result, self._error = result, error
+            trio.lowlevel.reschedule(self._task)
 
     def abort(self, _: object) -> trio.lowlevel.Abort:
         """The task was cancelled."""
@@ -278,13 +284,17 @@ class _Service(Generic[T]):
 
 
 class Clock(trio.abc.Clock):
-    """Time as trio's own clock has it. trio asks it how long to wait; it does the waiting itself, see above."""
+    """Time as trio's own clock has it. trio asks it how long to wait; it does the waiting itself, see above.
+
+    trio cannot see then that nothing happens: ``wait_all_tasks_blocked`` does not return. Not for guest runs.
+    """
 
     def __init__(self) -> None:
         self.turns: Turns | None = None
 
     def start_clock(self) -> None:
         """See ``trio.abc.Clock``."""
+        self.turns = None  # those of the last run, if there was one
 
     def current_time(self) -> float:
         """See ``trio.abc.Clock``."""

@@ -46,7 +46,9 @@ class TracedOutbox(Outbox):
 
 
 def traced(peer: Peer, take: Callable[[Packet], None]) -> Callable[[Packet], None]:
-    """``take``, for packets that are shown before."""
+    """``take``, for packets that are shown before, if they are wanted."""
+    if not wanted():
+        return take
 
     def show_and_take(packet: Packet) -> None:
         log.trace("packet received", peer=peer(), **_facts(packet))
