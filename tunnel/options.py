@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 from click.core import ParameterSource
@@ -41,7 +41,13 @@ _INSTEAD = {  # of what is required, and may be missing in a file, by its name
 }
 
 
-class Parsed(click.ParamType[Any]):
+if TYPE_CHECKING:
+    _ParamType = click.ParamType[Any]
+else:
+    _ParamType = click.ParamType  # generic from 8.4 on
+
+
+class Parsed(_ParamType):
     """A text that one of our own parsers reads; its ConfigError becomes click's error, which names the flag."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
