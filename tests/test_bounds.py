@@ -392,6 +392,19 @@ async def test_a_client_with_too_many_dials_is_refused_those_alone(house: House,
     assert server.bounds.hits == {"pending_per_link": 2}
 
 
+async def test_a_client_with_as_many_dials_as_one_may_have_leaves_room_at_the_agent(house: House, held: Held) -> None:
+    few = Limits(pending_per_link=3)
+    await house.serve(limits=few)
+    agent = await house.agent(limits=few)
+    raw = Raw(await house.call("links"))
+    await raw.link("client")
+    await raw.send(*(dial(number) for number in range(1, 4)))
+    await held.arrived.wait_value(3)
+    service = await house.service(echo)
+    assert await talks(await house.connect(service.target))
+    assert not agent.bounds.hits
+
+
 async def test_dials_that_their_client_gives_up_make_room_again(house: House, held: Held) -> None:
     server = await house.serve(limits=Limits(pending_per_link=3))
     agent = await house.agent()

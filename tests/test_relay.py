@@ -21,7 +21,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from tunnel import turns
 from tunnel.config import Limits
 from tunnel.errors import StreamReset
-from tunnel.poller import SelectorPoller
+from tunnel.poller import HUNG_UP, SelectorPoller
 from tunnel.pumps import pump
 from tunnel.relay import Switchboard
 from tunnel.session import State
@@ -576,6 +576,17 @@ class TestSwitchboard:
         await sees_reset(_as_stream(client), was_reset)
         with pytest.raises(trio.BrokenResourceError):
             await other.receive_some()
+
+    async def test_old_news_that_a_socket_hung_up_do_not_stop_its_reading(self, make_relay: MakeRelay) -> None:
+        """It was not read for want of credit, which came in the same turn and ahead of the news."""
+        relay = await make_relay("epoll")
+        there = await relay.connect()
+        await wait_all_tasks_blocked(0.01)
+        (joint,) = relay.boards[0]._joints
+        assert joint.reading
+        joint.ready(HUNG_UP)
+        await there.client.send_all(b"x")
+        assert await read_exactly(there.target, 1) == b"x"
 
     async def test_a_fault_ends_one_connection_and_is_logged(
         self,

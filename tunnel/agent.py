@@ -388,7 +388,7 @@ class Agent:
 
     def _dialled(self, stream: TunnelStream, request: DialReq) -> None:
         try:
-            place = self.bounds.admit(stream.core.session)
+            place = self.bounds.admit(stream.core.session, shared=True)
         except TooMany as error:
             self.dials.refuse(stream, error)
             return

@@ -63,8 +63,10 @@ class Bounds:
         if times := self._seldom.times(bound):
             log.warning("bound", bound=bound, times=times, **facts)
 
-    def admit(self, link: Hashable | None) -> Place:
+    def admit(self, link: Hashable | None, *, shared: bool = False) -> Place:
         """Room for one more stream that ``link`` asks for; None for a stream that comes from no link.
+
+        ``shared``: many ask through it, each bounded there; what waits for its answer counts among all only.
 
         Raises:
             TooMany: there is none.
@@ -72,7 +74,7 @@ class Bounds:
         open_ = self.streams.enter(link)
         if open_ is None:
             raise TooMany("too many streams are open")
-        dialling = self.dials.enter(link)
+        dialling = self.dials.enter(None if shared else link)
         if dialling is None:
             open_.leave()
             raise TooMany("too many dials wait for their answers")

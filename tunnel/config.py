@@ -60,7 +60,7 @@ class Limits:
         streams: open or being dialled.
         streams_per_link: those that one peer asked for.
         pending_dials: streams being dialled.
-        pending_per_link: those that one peer asked for.
+        pending_per_link: those that one client asked for, at a server.
         ping_rate: PINGs in a second that are taken from an agent or a client, and twice as many at once. Those that
             measure how fast it gets DATA come on top.
         dial_rate: dials in a second that are taken from a client, and twice as many at once.

@@ -104,8 +104,9 @@ class _Joint:
             self.writable()
         if self.finished:
             return
-        if events & READ and self.reading:
-            self.readable()
+        if self.reading:  # also if it hung up: that may be from before it began to read
+            if events & (READ | HUNG_UP):
+                self.readable()
         elif events & HUNG_UP:
             self.hung_up()
 
