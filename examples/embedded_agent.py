@@ -3,7 +3,8 @@
     python examples/embedded_agent.py --server 127.0.0.1:7400
     curl -p -x http://127.0.0.1:7401 http://hello.internal/
 
-Ctrl-C, or SIGTERM, lets what is open finish; a second one cuts it. Nobody can dial from this agent to anywhere else.
+Ctrl-C, or SIGTERM, lets what is open finish; a second one cuts it. Nobody can dial from this agent to anywhere else:
+let agents beside it that can have --default-route, or the server may ask this one for what is nobody's.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ async def leave_when_told(agent: tunnel.Agent, *, task_status: trio.TaskStatus[N
 
 async def main(server: tunnel.Target, name: str) -> int:
     """Serve until a signal; the exit code."""
-    agent = tunnel.Agent(tunnel.AgentConfig((server,), name), services={"hello.internal:80": hello})
+    claims = tunnel.Claims((tunnel.Identifier.parse("host=hello.internal"),))  # it alone is asked for that
+    agent = tunnel.Agent(tunnel.AgentConfig((server,), name, claims), services={"hello.internal:80": hello})
     async with trio.open_nursery() as nursery:
         await nursery.start(leave_when_told, agent)
         nursery.start_soon(announce, agent)

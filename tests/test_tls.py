@@ -412,6 +412,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "first",
         [Hello(VERSION, AGENT.to_info()).encode(), b"GET / HTTP/1.1\r\n\r\n", b"CONNECT a:1 HTTP/1.1\r\n\r\n"],
+        ids=["hello", "get", "connect"],
     )
     async def test_a_client_that_does_not_speak_tls(
         self, authority: Authority, tcp_pair: TcpPair, first: bytes
