@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import cast
 
+import trio
+
 from tunnel.address import Identifier, Target
 from tunnel.backends import Backend, Backends
 from tunnel.config import Claims
@@ -41,7 +43,7 @@ class FakeLink:
         self.peer = peer
         self.session = FakeSession()
         self.why: Exception | None = None
-        self.dials: list[int] = []  # the milliseconds that each was given
+        self.dials: list[float] = []  # the seconds that each was given
         self.serve: Serve | None = None
         self.flushes = 0
         self._backend = backend
@@ -54,11 +56,12 @@ class FakeLink:
             self.why = LinkClosed(text)
             self._backend.on_end()
 
-    async def dial(self, host: str, port: int, *, ms: int, window: int | None) -> str:
-        self.dials.append(ms)
+    async def dial(self, host: str, port: int, *, seconds: float, window: int | None) -> str:
+        self.dials.append(seconds)
         self.session.streams += 1
         try:
-            return await self.serve(host, port) if self.serve else FakeStream(f"stream through {self.peer.name}")
+            with trio.fail_after(max(0.0, seconds)):
+                return await self.serve(host, port) if self.serve else FakeStream(f"stream through {self.peer.name}")
         except BaseException:
             self.session.streams -= 1
             raise

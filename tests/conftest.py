@@ -147,7 +147,7 @@ class LinkPair:
 
     async def open(self) -> tuple[TunnelStream, TunnelStream]:
         """One stream: the server's end and the agent's."""
-        stream = await self.server.dial("target", 80, ms=10_000)
+        stream = await self.server.dial("target", 80, seconds=10)
         return stream, self.dialled.pop()
 
     async def idle(self) -> None:

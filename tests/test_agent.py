@@ -204,10 +204,19 @@ async def test_a_dial_that_is_given_up_in_the_moment_it_succeeds_leaves_nothing_
         return sock
 
     monkeypatch.setattr(Connector, "connect", connect_while_it_is_given_up)
-    await raw.welcome(DialReq(1, service.target.host, service.target.port, 65536, 10_000, {}))
+    await raw.welcome(DialReq(1, "localhost", service.target.port, 65536, 10_000, {}))
     await service.opened.wait_value(1)
     await service.open.wait_value(0)
     assert raw.agent.dials.served == 0
+
+
+async def test_a_dial_that_was_given_up_before_it_began_does_not(raw: RawServer, house: House) -> None:
+    service = await house.service(echo)
+    await raw.welcome()
+    asked = DialReq(1, service.target.host, service.target.port, 65536, 10_000, {})
+    await raw.stream.send_all(asked.encode() + Close(1, "cancelled", "").encode())
+    await wait_all_tasks_blocked()
+    assert (service.opened.value, raw.agent.dials.served, raw.agent.life.open.value) == (0, 0, 0)
 
 
 async def test_a_dial_waits_no_longer_than_its_asker(raw: RawServer, held: Held) -> None:

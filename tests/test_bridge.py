@@ -159,7 +159,7 @@ class Tunnel:
 
     async def dial(self, agent: str = "one", client: Link | None = None) -> TunnelStream:
         """The client's end of a new stream through an agent."""
-        return await (client or self.client).dial("target", 80, ms=10_000, options={"agent": agent})
+        return await (client or self.client).dial("target", 80, seconds=10, options={"agent": agent})
 
     async def open(self, agent: str = "one", client: Link | None = None) -> Two:
         """A stream: the client's end and the agent's."""
@@ -619,7 +619,7 @@ async def test_a_dial_over_a_link_that_takes_nothing_fails_and_the_link_lives(
     while not of_raw.session.out.crowded:
         of_raw.session.send_control(Ping(0, 3))
     with pytest.raises(LinkLost, match="does not take what comes for it"):
-        await of_raw.dial("raw", 7, ms=1000)
+        await of_raw.dial("raw", 7, seconds=1)
     await raw.send(Ping(0, 2))
     while await raw.next() != Pong(0, 2):
         pass
@@ -638,7 +638,7 @@ async def test_a_client_that_gives_more_credit_than_a_window_is_reset(tunnel: Tu
 async def test_a_client_that_takes_more_than_a_window_unasked_is_refused(tunnel: Tunnel) -> None:
     too_much = Limits().window + 1
     with pytest.raises(DialError, match=f"a window of {too_much} bytes") as caught:
-        await tunnel.client.dial("service", 7, ms=1000, window=too_much)
+        await tunnel.client.dial("service", 7, seconds=1, window=too_much)
     assert caught.value.code == "protocol"
 
 

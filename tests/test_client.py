@@ -462,7 +462,7 @@ async def test_servers_that_are_none_are_a_config_error(servers: tuple[str, ...]
 
 async def _ask_raw(client: Client, host: str, port: int, **options: object) -> TunnelStream:
     """A dial as a client would ask that checks nothing."""
-    return await (await client.connect()).dial(host, port, ms=10_000, options=options)
+    return await (await client.connect()).dial(host, port, seconds=10, options=options)
 
 
 @pytest.mark.parametrize("options", [{"agent": 5}, {"agent": b"one"}, {"agent": "a b"}, {"agent": ""}])
@@ -654,7 +654,7 @@ async def test_a_client_that_is_killed_as_its_dial_succeeds_leaves_nothing(
     link = await client.connect()
     Callers(monkeypatch, echoes.target).then = lambda: link.drop("killed")
     with pytest.raises(LinkLost):
-        await link.dial(echoes.target.host, echoes.target.port, ms=1000)
+        await link.dial(echoes.target.host, echoes.target.port, seconds=10)
     await echoes.opened.wait_value(1)
     await nothing_left(house, agent, client)
     await echoes.open.wait_value(0)

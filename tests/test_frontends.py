@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
 from collections.abc import Awaitable, Callable
@@ -31,9 +32,10 @@ from house import (
 from trio.testing import wait_all_tasks_blocked
 
 from tunnel.config import Timeouts
-from tunnel.connect import Connector
+from tunnel.connect import Attempt, Connector
 from tunnel.explain import explain
 from tunnel.http_connect import ESTABLISHED
+from tunnel.session import Stream
 
 Enter = Callable[[Talk], Awaitable[tuple[trio.SocketStream, Service]]]
 
@@ -91,6 +93,25 @@ async def test_data_in_the_segment_of_the_head_arrives_once_and_first(house: Hou
     await client.send_all(b"later")
     await client.send_eof()
     assert await receive_all(client) == ESTABLISHED + early + b"later"
+
+
+async def test_what_has_ended_is_freed_without_the_collector(house: House, echoes: Service) -> None:
+    """A circle of objects would stay until it is looked for, and looking costs every other stream."""
+
+    def streams() -> int:
+        return sum(isinstance(each, Stream) for each in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = streams()
+        for _ in range(20):
+            async with await house.connect(echoes.target) as client:
+                assert await talks(client)
+        await house.idle()
+        assert streams() == before
+    finally:
+        gc.enable()
 
 
 async def test_early_data_that_ends_with_eof_arrives_whole(house: House, echoes: Service) -> None:
@@ -505,15 +526,15 @@ async def test_two_thousand_refused_dials_leave_nothing(house: House) -> None:
 async def test_a_thousand_dials_that_are_answered_when_their_caller_has_gone_leave_nothing(
     house: House, echoes: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connect = Connector.connect
+    begin = Connector.begin
     callers: list[trio.CancelScope] = []
 
-    async def connect_and_lose_the_caller(connector: Connector, host: str, port: int) -> socket.socket:
-        sock = await connect(connector, host, port)
+    def begin_and_lose_the_caller(connector: Connector, host: str, port: int) -> Attempt | None:
+        attempt = begin(connector, host, port)
         callers.pop().cancel()
-        return sock
+        return attempt
 
-    monkeypatch.setattr(Connector, "connect", connect_and_lose_the_caller)
+    monkeypatch.setattr(Connector, "begin", begin_and_lose_the_caller)
     before = tasks(), descriptors()
     for _ in range(1000):
         with trio.CancelScope() as caller:

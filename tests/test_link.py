@@ -177,13 +177,13 @@ class TestKeepalive:
         self, autojump_clock: MockClock, nursery: trio.Nursery, silent: RawLink
     ) -> None:
         nursery.start_soon(silent.peer.send, DialRsp(1, "ok", "", 100))
-        stream = await silent.link.dial("target", 80, ms=1000)
+        stream = await silent.link.dial("target", 80, seconds=10)
         with pytest.raises(trio.BrokenResourceError, match="nothing was heard"):
             await stream.receive_some()
 
     async def test_its_pending_dials_are_lost(self, autojump_clock: MockClock, silent: RawLink) -> None:
         with pytest.raises(LinkLost, match="nothing was heard"):
-            await silent.link.dial("target", 80, ms=1000)
+            await silent.link.dial("target", 80, seconds=100)
 
     async def test_anything_heard_counts(self, autojump_clock: MockClock, silent: RawLink) -> None:
         for _ in range(100):
@@ -290,12 +290,12 @@ class TestEnd:
     async def test_dialling_on_an_ended_link_fails_at_once(self, links: LinkPair) -> None:
         await links.server.close("leaving", "bye")
         with pytest.raises(LinkLost, match="bye"):
-            await links.server.dial("target", 80, ms=1000)
+            await links.server.dial("target", 80, seconds=10)
 
     async def test_a_dial_in_flight_is_lost_with_the_link(self, links: LinkPair, nursery: trio.Nursery) -> None:
         links.on_dial = lambda stream, request: nursery.start_soon(links.agent.close, "leaving", "bye")
         with pytest.raises(LinkLost, match="bye"):
-            await links.server.dial("target", 80, ms=1000)
+            await links.server.dial("target", 80, seconds=10)
         await links.idle()
 
     async def test_cancelling_run_resets_the_streams(self, make_raw: MakeRaw, nursery: trio.Nursery) -> None:
@@ -304,7 +304,7 @@ class TestEnd:
             running.start_soon(raw.link.run)
             await raw.peer.shake_hands(AGENT)
             await raw.peer.send(DialRsp(1, "ok", "", 100))
-            stream = await raw.link.dial("target", 80, ms=1000)
+            stream = await raw.link.dial("target", 80, seconds=10)
             running.cancel_scope.cancel()
         with pytest.raises(trio.BrokenResourceError):
             await stream.receive_some()
@@ -328,7 +328,7 @@ async def _linked_to_a_wall(
     await far.send_all(Hello(VERSION, AGENT.to_info()).encode())
     await nursery.start(link.run)
     nursery.start_soon(far.send_all, DialRsp(1, "ok", "", 1 << 26).encode())
-    stream = (await link.dial("target", 80, ms=1000)).core
+    stream = (await link.dial("target", 80, seconds=10)).core
     while not link.outflow.congested:
         stream.send(bytes(16 * 1024))
         link.flush()
@@ -403,7 +403,7 @@ class TestDials:
     async def test_a_refusal_is_the_typed_error(self, links: LinkPair) -> None:
         links.on_dial = lambda stream, request: stream.core.refuse(Refused("no one listens"))
         with pytest.raises(Refused, match="no one listens"):
-            await links.server.dial("target", 80, ms=1000)
+            await links.server.dial("target", 80, seconds=10)
         await links.idle()
 
     async def test_the_request_says_what_was_asked(self, links: LinkPair) -> None:
@@ -414,7 +414,7 @@ class TestDials:
             stream.core.accept()
 
         links.on_dial = note
-        await links.server.dial("db.internal", 5432, ms=1234, options={"agent": "a"})
+        await links.server.dial("db.internal", 5432, seconds=1.234, options={"agent": "a"})
         asked = requests[0]
         assert (asked.host, asked.port, asked.ms, asked.options) == ("db.internal", 5432, 1234, {"agent": "a"})
 
@@ -430,6 +430,24 @@ class TestDials:
         assert held[0].core.state is State.CLOSED
         assert held[0].core.why == ("cancelled", "the dial was given up")
 
+    async def test_a_dial_that_is_too_slow_leaves_nothing(self, autojump_clock: MockClock, links: LinkPair) -> None:
+        held: list[TunnelStream] = []
+        links.on_dial = lambda stream, request: held.append(stream)
+        began = trio.current_time()
+        with pytest.raises(trio.TooSlowError):
+            await links.server.dial("target", 80, seconds=3)
+        assert trio.current_time() - began == pytest.approx(3)
+        await links.idle()
+        assert held[0].core.why == ("cancelled", "the dial was given up")
+
+    async def test_a_dial_that_was_answered_in_time_is_not_too_late_afterwards(
+        self, autojump_clock: MockClock, links: LinkPair
+    ) -> None:
+        links.on_dial = lambda stream, request: stream.core.accept()
+        stream = await links.server.dial("target", 80, seconds=3)
+        await trio.sleep(5)
+        assert stream.core.state is State.OPEN
+
     async def test_answers_that_cross_the_cancel_leave_nothing(self, links: LinkPair) -> None:
         scope = trio.CancelScope()
         answered: list[TunnelStream] = []
@@ -443,7 +461,7 @@ class TestDials:
         for _ in range(1000):
             scope = trio.CancelScope()
             with scope:
-                await links.server.dial("target", 80, ms=1000)
+                await links.server.dial("target", 80, seconds=10)
             assert scope.cancelled_caught
         await links.idle()
         assert len(answered) == 1000
@@ -467,7 +485,7 @@ class TestDials:
 
         links.on_dial = cancel_when_answered
         with scope:
-            stream = await links.server.dial("target", 80, ms=1000)
+            stream = await links.server.dial("target", 80, seconds=10)
         assert stream.core.state is State.OPEN
         assert not scope.cancelled_caught
 
@@ -484,7 +502,7 @@ class TestDials:
                 nursery.start_soon(stream.aclose)
 
         async def use() -> None:
-            stream = await links.server.dial("target", 80, ms=1000)
+            stream = await links.server.dial("target", 80, seconds=10)
             await stream.send_all(b"x")
             await stream.aclose()
 
@@ -526,7 +544,7 @@ class TestDials:
 
 
 async def _dial(links: LinkPair) -> None:
-    await links.server.dial("target", 80, ms=1000)
+    await links.server.dial("target", 80, seconds=10)
 
 
 def frame(body: bytes) -> bytes:
@@ -733,7 +751,7 @@ def _mutant(dice: random.Random) -> bytes:
 
 async def _lost_dial(link: Link) -> None:
     with pytest.raises(LinkLost):
-        await link.dial("target", 80, ms=1000)
+        await link.dial("target", 80, seconds=10)
 
 
 async def _answer_to(raw: RawLink, me: Identity, *what: Packet | bytes) -> tuple[Packet, str]:
@@ -987,7 +1005,7 @@ async def test_a_ping_with_each_frame_is_free(
     opened: list[TunnelStream] = []
 
     async def dial() -> None:
-        opened.append(await link.dial("a", 1, ms=1000))
+        opened.append(await link.dial("a", 1, seconds=10))
 
     nursery.start_soon(dial)
     request = await raw.peer.next()
@@ -1018,7 +1036,7 @@ async def test_a_peer_that_takes_nothing_although_much_waits_for_it_is_ended(
     opened: list[TunnelStream] = []
 
     async def dial() -> None:
-        opened.append(await link.dial("a", 1, ms=1000))
+        opened.append(await link.dial("a", 1, seconds=10))
 
     nursery.start_soon(dial)
     await far.receive_some(10_000)

@@ -411,7 +411,7 @@ async def test_clients_dials_are_served_until_the_lame_duck_is_over(
         duck.set()
         await server.life.phase.wait_value(Phase.DRAINING)
         with pytest.raises(RefusedDraining):
-            await link.dial(host, port, ms=1000)
+            await link.dial(host, port, seconds=10)
         await stream.send_all(b"hello")
         assert await stream.receive_some() == b"hello"
         await stream.aclose()

@@ -518,7 +518,7 @@ class Links:
         self.dialled.append(stream)
 
     async def open(self) -> tuple[TunnelStream, TunnelStream]:
-        stream = await self.server.dial("target", 80, ms=10_000)
+        stream = await self.server.dial("target", 80, seconds=10)
         return stream, self.dialled.pop()
 
 

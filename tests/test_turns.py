@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 import trio.testing
-from trio.testing import wait_all_tasks_blocked
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from tunnel import turns
 from tunnel.poller import READ, WRITE
@@ -318,6 +318,28 @@ class TestServe:
         far.send(b"x")
         await wait_all_tasks_blocked(0.01)
         assert calls == []
+
+    async def test_is_too_slow_after_its_time_and_calls_no_more(
+        self, autojump_clock: MockClock, tcp_pair: TcpPair
+    ) -> None:
+        near, far = tcp_pair()
+        calls: list[None] = []
+        with pytest.raises(trio.TooSlowError):
+            await turns.of_this_run().serve(near.fileno(), READ, partial(calls.append, None), 5)
+        assert trio.current_time() == pytest.approx(5)
+        far.send(b"x")
+        await wait_all_tasks_blocked(0.01)
+        assert calls == []
+
+    async def test_that_ended_in_time_is_not_too_slow_afterwards(
+        self, autojump_clock: MockClock, tcp_pair: TcpPair, nursery: trio.Nursery
+    ) -> None:
+        near, far = tcp_pair()
+        far.send(b"x")
+        assert await turns.of_this_run().serve(near.fileno(), READ, lambda: near.recv(1), 5) == b"x"
+        with trio.move_on_after(10) as scope:
+            await turns.of_this_run().serve(near.fileno(), READ, lambda: None)
+        assert scope.cancelled_caught
 
     async def test_can_begin_anew(self, tcp_pair: TcpPair) -> None:
         near, far = tcp_pair()

@@ -320,6 +320,9 @@ class Backends:
         try:
             stream, backend = await self._dial(target, seconds, agent, window)
             code, asked = "ok", backend.state.value
+        except trio.TooSlowError:
+            code = DialTimeout.code
+            raise DialTimeout(f"{target}: no answer within {seconds:g} s") from None
         except DialError as error:
             code, asked = error.code, error.state
             raise
@@ -332,18 +335,16 @@ class Backends:
         self, target: Target, seconds: float, agent: str | None, window: int | None
     ) -> tuple[TunnelStream, Backend]:
         deadline = trio.current_time() + seconds
-        with trio.CancelScope(deadline=deadline):
-            decision = self.decide(target, agent)
-            try:
-                return await self._dial_through(decision, target, seconds, window), decision.backend
-            except (LinkLost, RefusedDraining, TooMany) as error:
-                first = error
-            decision = self._decide_again(decision, target, agent, first)
-            self.redispatched[first.code] += 1
-            log.debug("dial goes to another", target=target, agent=decision.backend.name, cause=first.code)
-            left = deadline - trio.current_time()
-            return await self._dial_through(decision, target, left, window), decision.backend
-        raise DialTimeout(f"{target}: no answer within {seconds:g} s")
+        decision = self.decide(target, agent)
+        try:
+            return await self._dial_through(decision, target, seconds, window), decision.backend
+        except (LinkLost, RefusedDraining, TooMany) as error:
+            first = error
+        decision = self._decide_again(decision, target, agent, first)
+        self.redispatched[first.code] += 1
+        log.debug("dial goes to another", target=target, agent=decision.backend.name, cause=first.code)
+        left = deadline - trio.current_time()
+        return await self._dial_through(decision, target, left, window), decision.backend
 
     def _decide_again(self, tried: Decision, target: Target, agent: str | None, error: DialError) -> Decision:
         try:
@@ -359,9 +360,8 @@ class Backends:
         agent = decision.backend.name
         if decision.fallback:
             self._note_fallback(decision.backend, target)
-        ms = max(1, milliseconds(seconds))
         try:
-            stream = await decision.backend.link.dial(target.host, target.port, ms=ms, window=window)
+            stream = await decision.backend.link.dial(target.host, target.port, seconds=seconds, window=window)
         except DialError as error:
             error.agent, error.state = agent, decision.backend.state.value
             raise

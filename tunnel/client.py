@@ -43,7 +43,7 @@ from tunnel.errors import (
     RefusedDraining,
     TunnelError,
 )
-from tunnel.frames import GoAway, GoAwayAck, Packet, milliseconds
+from tunnel.frames import GoAway, GoAwayAck, Packet
 from tunnel.handshake import DiallingHandshake
 from tunnel.identity import Identity, new_instance
 from tunnel.link import Link
@@ -172,16 +172,21 @@ class Client:
         options = {} if agent is None else {"agent": parse_agent_name(agent)}
         if not 0 < timeout < math.inf:
             raise ConfigError(f"{timeout!r} is not a time-out; taken: seconds, more than 0")
-        with trio.CancelScope(deadline=trio.current_time() + timeout) as scope:
-            link = await self.connect()
-            try:
-                return await _dial(link, target, scope.deadline, options)
-            except (LinkLost, RefusedDraining) as error:
-                if link.why is None and not link.going:  # it is the server that says so, of an agent
-                    raise
-                log.debug("dial goes over a new link", target=target, cause=error)
-            return await _dial(await self.connect(besides=link), target, scope.deadline, options)
-        raise DialTimeout(f"{target}: no answer within {timeout:g} s")
+        try:
+            with trio.fail_after(timeout) as scope:
+                return await self._dial(target, scope.deadline, options)
+        except trio.TooSlowError:
+            raise DialTimeout(f"{target}: no answer within {timeout:g} s") from None
+
+    async def _dial(self, target: Target, deadline: float, options: dict[str, Any]) -> TunnelStream:
+        link = await self.connect()
+        try:
+            return await _dial_over(link, target, deadline, options)
+        except (LinkLost, RefusedDraining) as error:
+            if link.why is None and not link.going:  # it is the server that says so, of an agent
+                raise
+            log.debug("dial goes over a new link", target=target, cause=error)
+        return await _dial_over(await self.connect(besides=link), target, deadline, options)
 
     # -- the link
 
@@ -277,9 +282,9 @@ class Client:
             log.info("link lost", server=server, cause=link.why)
 
 
-async def _dial(link: Link, target: Target, deadline: float, options: dict[str, Any]) -> TunnelStream:
-    ms = max(1, milliseconds(deadline - trio.current_time()))
-    return await link.dial(target.host, target.port, ms=ms, options=options)
+async def _dial_over(link: Link, target: Target, deadline: float, options: dict[str, Any]) -> TunnelStream:
+    seconds = deadline - trio.current_time()
+    return await link.dial(target.host, target.port, seconds=seconds, options=options)
 
 
 @asynccontextmanager

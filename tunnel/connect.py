@@ -17,7 +17,7 @@ import contextlib
 import errno
 import os
 import socket
-from typing import Any
+from typing import Any, NoReturn
 
 import trio
 
@@ -55,14 +55,30 @@ class Connector:
             DialTimeout: the system gave up waiting for an answer.
             Unreachable: anything else that the network, or this machine, had against it.
         """
+        attempt = self.begin(host, port)
+        if attempt is not None:
+            return await attempt.end()
         addresses = await self._permitted(host, port) if self._rules else await self.resolve(host, port)
         if len(addresses) == 1:
             return await self.connect_to(addresses[0])
-        return _no_delay(await _connect_any(addresses))
+        return await _connect_any(addresses)
 
     async def connect_to(self, address: Address) -> socket.socket:
         """The same, for one address."""
-        return _no_delay(await _connect_one(address))
+        return await Attempt(address).end()
+
+    def begin(self, host: str, port: int) -> Attempt | None:
+        """What ``connect`` begins with at a literal address; None for a name. It may be over at once, on loopback.
+
+        Raises:
+            DialError: as ``connect`` does.
+        """
+        literal = _literal(host, port)
+        if literal is None:
+            return None
+        if self._rules:
+            self._rules.permitted(Target(host, port), [host])
+        return Attempt(literal)
 
     async def resolve(self, host: str, port: int) -> list[Address]:
         """Every address of a host, in the resolver's order, none twice. A literal address needs no resolver.
@@ -107,49 +123,65 @@ def _literal(host: str, port: int) -> Address | None:
     return int(family), (host, port)
 
 
-def _no_delay(sock: socket.socket) -> socket.socket:
-    with contextlib.suppress(OSError):  # some systems refuse it once the peer has gone
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sock
+class Attempt:
+    """A connection to one address, being made from here on: to be ended with ``end``, or by closing ``sock``.
 
+    Attributes:
+        sock: connected if it is ``over``.
+        over: there is nothing to wait for.
 
-async def _connect_one(where: Address) -> socket.socket:
-    family, address = where
-    try:
-        sock = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
-        raise _dial_error(error, address) from error
-    try:
-        sock.setblocking(False)
-        code = sock.connect_ex(address)
-        if code not in (0, errno.EINPROGRESS):
+    Raises:
+        DialError: it failed at once.
+    """
+
+    __slots__ = ("_address", "over", "sock")
+
+    def __init__(self, where: Address) -> None:
+        family, self._address = where
+        try:
+            self.sock = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:
+            raise _dial_error(error, self._address) from error
+        try:
+            self.sock.setblocking(False)
+            self._check(self.sock.connect_ex(self._address), errno.EINPROGRESS)
+            self.over = self._is_made()
+        except OSError as error:
+            self._fail(error)
+
+    async def end(self) -> socket.socket:
+        """The socket, as ``Connector.connect`` gives it, and raises. If cancelled, it is closed."""
+        try:
+            if not self.over:
+                await turns.of_this_run().ready(self.sock.fileno(), WRITE)
+                if not self._is_made():
+                    self._check(self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or errno.ENOTCONN)
+        except OSError as error:
+            self._fail(error)
+        except BaseException:
+            self.sock.close()
+            raise
+        return self.sock
+
+    def _is_made(self) -> bool:
+        try:
+            peer = self.sock.getpeername()
+        except OSError:  # it is not connected
+            return False
+        if self.sock.getsockname() == peer:  # no one listens, and the system chose that very port for our own end
+            self._check(errno.ECONNREFUSED)
+        with contextlib.suppress(OSError):  # some systems refuse it once the peer has gone
+            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return True
+
+    @staticmethod
+    def _check(code: int, also_well: int = 0) -> None:
+        if code not in (0, also_well):
             raise OSError(code, os.strerror(code))
-        peer = _peer(sock)
-        if peer is None:  # on loopback it usually is there by now
-            await turns.of_this_run().ready(sock.fileno(), WRITE)
-            peer = _peer(sock)
-        code = 0
-        if peer is None:
-            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or errno.ENOTCONN
-        elif sock.getsockname() == peer:  # no one listens, and the system chose that very port for our own end
-            code = errno.ECONNREFUSED
-        if code:
-            raise OSError(code, os.strerror(code))
-    except OSError as error:
-        sock.close()
-        raise _dial_error(error, address) from error
-    except BaseException:
-        sock.close()
-        raise
-    return sock
 
-
-def _peer(sock: socket.socket) -> object:
-    """The other end; None if it is not connected."""
-    try:
-        return sock.getpeername()
-    except OSError:
-        return None
+    def _fail(self, error: OSError) -> NoReturn:
+        self.sock.close()
+        raise _dial_error(error, self._address) from error
 
 
 async def _connect_any(addresses: list[Address]) -> socket.socket:
@@ -158,7 +190,7 @@ async def _connect_any(addresses: list[Address]) -> socket.socket:
 
     async def attempt(where: Address, failed: trio.Event) -> None:
         try:
-            sock = await _connect_one(where)
+            sock = await Attempt(where).end()
         except DialError as error:
             errors.append(error)
             failed.set()

@@ -25,7 +25,7 @@ from tunnel import logs
 from tunnel.address import Target
 from tunnel.book import Book
 from tunnel.bounds import Place
-from tunnel.connect import Connector
+from tunnel.connect import Attempt, Connector
 from tunnel.errors import (
     CUT,
     AddressError,
@@ -116,17 +116,31 @@ class Dials:
         return partial(_serve_here, service, stream, target)
 
     async def _connect(self, stream: TunnelStream, target: Target, seconds: float) -> Carry | None:
-        with trio.move_on_after(seconds) as scope:
-            stream.core.attach(Dialling(scope))
-            sock = await self._connector.connect(target.host, target.port)
-        if stream.core.state is not State.DIALLING:  # given up meanwhile
-            if not scope.cancelled_caught:
-                sock.close()
+        if stream.core.state is not State.DIALLING:  # given up already
             return None
-        if scope.cancelled_caught:
-            raise DialTimeout(f"{target.host} port {target.port}: no answer within {seconds:g} s")
+        attempt = self._connector.begin(target.host, target.port)
+        if attempt is not None and attempt.over:
+            sock: socket.socket | None = attempt.sock
+        else:
+            sock = await self._wait(stream, target, seconds, attempt)
+        if sock is None:
+            return None
         stream.core.accept()
         return partial(self._join, sock, stream, target)
+
+    async def _wait(
+        self, stream: TunnelStream, target: Target, seconds: float, attempt: Attempt | None
+    ) -> socket.socket | None:
+        """The connected socket; None if the dial was given up meanwhile."""
+        with trio.move_on_after(seconds) as scope:
+            stream.core.attach(Dialling(scope))
+            sock = await (attempt.end() if attempt else self._connector.connect(target.host, target.port))
+            if stream.core.state is State.DIALLING:
+                return sock
+            sock.close()  # given up in this very moment
+        if stream.core.state is State.DIALLING:
+            raise DialTimeout(f"{target.host} port {target.port}: no answer within {seconds:g} s")
+        return None
 
     def _fail(self, stream: TunnelStream, request: DialReq, error: DialError) -> None:
         if stream.core.state is State.DIALLING:  # still wanted

@@ -104,23 +104,13 @@ class FrontEnds:
 
     async def _read_head(self, sock: socket.socket, head: Head) -> ConnectRequest | None:
         """The request; None if the client left without one."""
-        started = False
-        with trio.move_on_after(self._timeouts.head):
-            while True:
-                await turns.of_this_run().ready(sock.fileno(), READ)
-                try:
-                    data = sock.recv(_READ)
-                except BlockingIOError:
-                    continue
-                except OSError:
-                    return None
-                if not data and not started:
-                    return None
-                started = True
-                request = head.feed(data)
-                if request is not None:
-                    return request
-        raise BadRequest(408, f"no whole request within {self._timeouts.head:g} s")
+        take, seconds = partial(_take, sock, head), self._timeouts.head
+        try:
+            return take() or await turns.of_this_run().serve(sock.fileno(), READ, take, seconds)
+        except trio.TooSlowError:
+            raise BadRequest(408, f"no whole request within {seconds:g} s") from None
+        except _Left:
+            return None
 
     async def _tunnel(self, sock: socket.socket, request: ConnectRequest, place: Place) -> None:
         stream = await self._dial("connect", request.target, request.agent)
@@ -219,6 +209,23 @@ def _log_failed(use: str, target: object, error: DialError) -> None:
 def _log_reset(use: str, target: object, stream: TunnelStream, error: StreamReset) -> None:
     say = log.info if error.code == CUT else log.debug
     say("stream reset", use=use, target=target, agent=stream.via, code=error.code, cause=error.text)
+
+
+class _Left(Exception):
+    """A client has gone without a request."""
+
+
+def _take(sock: socket.socket, head: Head) -> ConnectRequest | None:
+    """What has arrived of a head; the request once it is whole."""
+    try:
+        data = sock.recv(_READ)
+    except BlockingIOError:
+        return None
+    except OSError:
+        raise _Left from None
+    if not data and not head.begun:
+        raise _Left
+    return head.feed(data)
 
 
 async def _refuse(sock: socket.socket, reply: bytes) -> None:

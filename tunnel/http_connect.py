@@ -70,6 +70,11 @@ class Head:
         self._fed = 0
         self._no_body = False  # of a reply: the request was HEAD
 
+    @property
+    def begun(self) -> bool:
+        """Whether any of it has come."""
+        return self._fed > 0
+
     def feed(self, data: bytes) -> ConnectRequest | None:
         """Take bytes, ``b""`` at the end; the request once its head is whole.
 
@@ -101,8 +106,6 @@ class Head:
             agent = _agent(request)
         except (ConfigError, UnicodeDecodeError) as error:
             raise BadRequest(400, str(error)) from None
-        while self._http.next_event() is not h11.PAUSED:
-            pass
         return ConnectRequest(target, bytes(self._http.trailing_data[0]), agent)
 
     def _check_user(self, request: h11.Request) -> None:

@@ -25,11 +25,10 @@ from typing import Any
 import trio
 from trio_util import AsyncValue
 
-from tunnel import logs, wiretrace
+from tunnel import deadlines, logs, wiretrace
 from tunnel.bounds import Bounds, Rate
 from tunnel.config import Limits, Timeouts
 from tunnel.errors import (
-    DialError,
     HandshakeRefused,
     LinkClosed,
     LinkLost,
@@ -37,7 +36,7 @@ from tunnel.errors import (
     RemoteProtocolError,
     TunnelError,
 )
-from tunnel.frames import DATA_BODY_OVERHEAD, Close, Decoder, DialReq, Packet, Ping, Pong, Welcome
+from tunnel.frames import DATA_BODY_OVERHEAD, Close, Decoder, DialReq, Packet, Ping, Pong, Welcome, milliseconds
 from tunnel.handshake import Handshake
 from tunnel.identity import Identity
 from tunnel.outflow import Outflow
@@ -127,6 +126,7 @@ class Link:
             on_bound=self._hit,
             out=wiretrace.TracedOutbox(self._peer_name) if wiretrace.wanted() else None,
         )
+        self._deadlines = deadlines.of_this_run()
         self.outflow = Outflow(self.session.out, transport, limits, self._hit, self._end)
         self._decoder = Decoder(
             limits.body_before_auth, wiretrace.traced(self._peer_name, self._shake_hands), self._refuse_data
@@ -359,36 +359,62 @@ class Link:
     # -- streams
 
     async def dial(
-        self, host: str, port: int, *, ms: int, options: dict[str, Any] | None = None, window: int | None = None
+        self, host: str, port: int, *, seconds: float, options: dict[str, Any] | None = None, window: int | None = None
     ) -> TunnelStream:
-        """Ask the peer for a stream to ``host:port``, which it should reach within ``ms`` milliseconds.
+        """Ask the peer for a stream to ``host:port``, which it should reach within so many seconds.
 
         ``window``: bytes that may come unasked, if not what the limits say.
-        If cancelled, the peer is told, and no stream is left on either side.
+        If it is cancelled, or too slow, the peer is told, and no stream is left on either side.
 
         Raises:
             DialError: what the peer answered, or ``LinkLost`` when the link ends first.
+            trio.TooSlowError: there was no answer in time.
         """
         if self.why is not None:
             raise LinkLost(str(self.why))
         if self.session.out.crowded:
             raise LinkLost("the link does not take what comes for it")
-        task = trio.lowlevel.current_task()
-        answer: list[DialError | None] = []
-
-        def answered(error: DialError | None) -> None:
-            answer.append(error)
-            trio.lowlevel.reschedule(task)
-
-        stream = self.session.open(host, port, ms, options or {}, answered, window)
-
-        def abort(_: object) -> trio.lowlevel.Abort:
-            stream.reset("cancelled", "the dial was given up")
-            self.flush()
-            return trio.lowlevel.Abort.SUCCEEDED
-
+        dial = _Dial(self.flush)
+        ms = max(1, milliseconds(seconds))
+        dial.stream = self.session.open(host, port, ms, options or {}, dial.answered, window)
         self.flush()
-        await trio.lowlevel.wait_task_rescheduled(abort)
-        if answer[0] is not None:
-            raise answer[0]
-        return TunnelStream(stream, self.outflow)
+        late = self._deadlines.at(trio.current_time() + seconds, dial.late)
+        try:
+            await trio.lowlevel.wait_task_rescheduled(dial.abort)
+        finally:
+            late.take_back()
+        if dial.error is not None:
+            raise dial.error
+        return TunnelStream(dial.stream, self.outflow)
+
+
+class _Dial:
+    """A dial whose task is parked until the answer is there, or it is too late."""
+
+    __slots__ = ("_flush", "_task", "error", "stream")
+
+    stream: Stream
+
+    def __init__(self, flush: Callable[[], None]) -> None:
+        self._flush = flush
+        self._task = trio.lowlevel.current_task()
+        self.error: Exception | None = None
+
+    def answered(self, error: Exception | None) -> None:
+        """Wake the task: None is a stream that may be used."""
+        self.error = error
+        trio.lowlevel.reschedule(self._task)
+
+    def late(self) -> None:
+        """There was no answer in time."""
+        self._give_up()
+        self.answered(trio.TooSlowError())
+
+    def abort(self, _: object) -> trio.lowlevel.Abort:
+        """The task was cancelled."""
+        self._give_up()
+        return trio.lowlevel.Abort.SUCCEEDED
+
+    def _give_up(self) -> None:
+        self.stream.reset("cancelled", "the dial was given up")
+        self._flush()

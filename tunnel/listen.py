@@ -12,7 +12,6 @@ This file must not know what the connections are for.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import socket
 from collections.abc import Awaitable, Callable
@@ -71,6 +70,7 @@ def _bind_one(family: int, where: tuple[object, ...]) -> socket.socket:
     try:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # what is accepted has it from here
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(where)
@@ -95,8 +95,8 @@ def _spelled(listener: socket.socket) -> str:
 async def accept(listener: socket.socket, handler: Handler, spawn: Spawn) -> None:
     """Have ``spawn(handler, socket)`` start a task for each connection, until cancelled; then close the listener.
 
-    The sockets are non-blocking and have ``TCP_NODELAY``; each handler closes its own. Where ``spawn`` says False,
-    the connection is closed at once.
+    The sockets are non-blocking, and have ``TCP_NODELAY`` where ``bind`` made the listener; each handler closes its
+    own. Where ``spawn`` says False, the connection is closed at once.
     """
     complained = -_QUIET
     with listener:
@@ -147,8 +147,6 @@ def _accept_batch(listener: socket.socket, handler: Handler, spawn: Spawn, most:
                 return error
             continue  # this one connection failed before it was accepted
         sock.setblocking(False)
-        with contextlib.suppress(OSError):  # some systems refuse it once the peer has gone
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if not spawn(handler, sock):
             sock.close()
     return None

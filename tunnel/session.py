@@ -203,9 +203,9 @@ class Stream(Line):
         self.session.out.drop(self)
         self.why = (code, text)
         self.session.send_close(self.id, code, text)
-        self._close()
-        if self._sink is not None:
-            self._sink.on_reset(code, text)
+        sink = self._close()
+        if sink is not None:
+            sink.on_reset(code, text)
 
     # -- receiving
 
@@ -219,6 +219,8 @@ class Stream(Line):
             sink.on_reset(*why)
         elif self.why is None and self.state in (State.REMOTE_EOF, State.CLOSED):  # else the sink reset it just now
             sink.on_eof()
+        if self.state is State.CLOSED:
+            self._sink = None
 
     def consumed(self, size: int) -> None:
         """So many received bytes are gone for good: give credit back when there is enough of it."""
@@ -258,11 +260,11 @@ class Stream(Line):
             raise RemoteProtocolError(f"EOF for stream {self.id}, which is {self.state.name}")
         self.session.windows.look_away(self.window)
         if self.state is State.OPEN:
-            self.state = State.REMOTE_EOF
+            self.state, sink = State.REMOTE_EOF, self._sink
         else:
-            self._close()
-        if self._sink is not None:
-            self._sink.on_eof()
+            sink = self._close()
+        if sink is not None:
+            sink.on_eof()
 
     def receive_credit(self, packet: Credit) -> None:
         """For the session."""
@@ -312,11 +314,11 @@ class Stream(Line):
         dialling = self.state is State.DIALLING
         self.session.out.drop(self)
         self.why = (code, text)
-        self._close()
+        sink = self._close()
         if dialling and self.session.opener:
             self._tell_answer(dial_error(code, text))
-        elif self._sink is not None:
-            self._sink.on_reset(code, text)
+        elif sink is not None:
+            sink.on_reset(code, text)
 
     def on_answer(self, call: OnAnswer) -> None:
         """For the opener: who is told how the dial ended."""
@@ -327,9 +329,12 @@ class Stream(Line):
         if call is not None:
             call(error)
 
-    def _close(self) -> None:
+    def _close(self) -> Sink | None:
+        """Who is to be told; let go of: a circle of objects is freed late, and finding it costs everybody time."""
         self.state = State.CLOSED
         self.session.forget(self)
+        sink, self._sink = self._sink, None
+        return sink
 
 
 class Session:

@@ -21,13 +21,15 @@ This file must not know what is done, or what the sockets are for.
 
 from __future__ import annotations
 
+import gc
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 import trio
 
-from tunnel import logs
+from tunnel import deadlines, logs
 from tunnel.poller import HUNG_UP, READ, WRITE, Poller, new_poller
 
 log = logs.get_logger(__name__)
@@ -67,6 +69,7 @@ class Turns(trio.abc.Instrument):
         self._token = token
         self._poller = poller
         self._selector = selector
+        self._deadlines = deadlines.of_this_run()
         self._watchers: dict[int, Watcher] = {}
         self._due: dict[Due, None] = {}
         self._woken = False  # a task was, in this turn
@@ -90,7 +93,7 @@ class Turns(trio.abc.Instrument):
         if self._watchers.pop(fd, None) is not None:
             self._poller.unregister(fd)
 
-    async def serve(self, fd: int, mask: int, call: Callable[[], T | None]) -> T:
+    async def serve(self, fd: int, mask: int, call: Callable[[], T | None], seconds: float = math.inf) -> T:
         """Have ``call`` called whenever the socket is ready, until it gives anything but None: that is returned.
 
         What it raises is raised here. If this is cancelled, it is not called any more. One task may wait for a socket
@@ -98,6 +101,7 @@ class Turns(trio.abc.Instrument):
 
         Raises:
             trio.ClosedResourceError: ``closing`` was called.
+            trio.TooSlowError: so many seconds have gone by.
         """
         services = self._watchers.get(fd)
         if not isinstance(services, _Services):
@@ -105,7 +109,12 @@ class Turns(trio.abc.Instrument):
             self.watch(fd, mask, services)
         service = _Service(services, mask, call)
         services.add(service)
-        await trio.lowlevel.wait_task_rescheduled(service.abort)
+        late = self._deadlines.at(trio.current_time() + seconds, service.late) if seconds < math.inf else None
+        try:
+            await trio.lowlevel.wait_task_rescheduled(service.abort)
+        finally:
+            if late is not None:
+                late.take_back()
         return service.outcome()
 
     async def ready(self, fd: int, mask: int) -> None:
@@ -270,6 +279,10 @@ class _Service(Generic[T]):
             self._result, self._error = result, error
             trio.lowlevel.reschedule(self._task)
 
+    def late(self) -> None:
+        """The time is over."""
+        self.over(error=trio.TooSlowError())
+
     def abort(self, _: object) -> trio.lowlevel.Abort:
         """The task was cancelled."""
         self._services.remove(self)
@@ -311,6 +324,7 @@ class Clock(trio.abc.Clock):
 def run(main: Callable[..., Awaitable[T]], *args: object) -> T:
     """``trio.run`` for a program that is all ours: the turns wait, and memory is kept for what is read and sent."""
     _keep_memory()
+    gc.freeze()
     return trio.run(main, *args, clock=Clock())
 
 
