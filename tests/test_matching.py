@@ -94,3 +94,27 @@ def test_what_was_removed_leaves_nothing() -> None:
 def test_a_key_is_spelled_as_it_was_claimed(identifier: str) -> None:
     keys: tuple[Key, ...] = keys_of("one", Claims((Identifier.parse(identifier),)))
     assert [spelled(key) for key in keys] == ["any", "agent=one", identifier]
+
+
+def test_what_was_found_before_is_not_found_when_it_has_gone() -> None:
+    stays, goes = Agent("one"), Agent("two", "host=a")
+    index = index_of(stays, goes)
+    assert matches(index, "a") == [("destHost", "host=a"), ("default", "any")]
+    index.remove(goes, goes.keys, ACTIVE)
+    assert matches(index, "a") == [("default", "any")]
+
+
+def test_whoever_comes_is_found_by_targets_that_were_asked_for_before() -> None:
+    index = index_of(Agent("one"))
+    assert matches(index, "a") == [("default", "any")]
+    comes = Agent("two", "suffix=.test", "host=a", default_route=True)
+    index.add(comes, comes.keys, ACTIVE)
+    assert matches(index, "a") == [("destHost", "host=a"), ("defaultRoute", "default-route"), ("default", "any")]
+
+
+def test_any_number_of_hosts_may_be_asked_for() -> None:
+    index = index_of(Agent("one", "host=host-5"))
+    for number in range(3000):
+        expected = ["destHost", "default"] if number == 5 else ["default"]
+        assert [strategy for strategy, _ in matches(index, f"host-{number}")] == expected
+    assert len(index._found) <= 1024

@@ -38,9 +38,13 @@ class _End:
 
     def on_data(self, data: memoryview) -> None:
         """Send it on, in frames that the other link's peer takes."""
-        most = self.other.session.most_data
-        for start in range(0, len(data), most):
-            self.other.send(bytes(data[start : start + most]))
+        other = self.other
+        most = other.session.most_data
+        if len(data) <= most:  # mostly
+            other.send(bytes(data))
+        else:
+            for start in range(0, len(data), most):
+                other.send(bytes(data[start : start + most]))
         self.outlet.flush()
 
     def on_eof(self) -> None:

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import msgpack
 
@@ -277,12 +277,38 @@ def _is_uint(value: object) -> bool:
     return type(value) is int and 0 <= value <= MAX_U32
 
 
-_CHECKS: dict[object, Callable[[object], bool]] = {
-    "int": _is_uint,
-    "str": lambda value: type(value) is str,
-    "bytes": lambda value: type(value) is bytes,
-    "dict[str, Any]": lambda value: type(value) is dict and all(type(key) is str for key in value),
-}
+class _Shape(NamedTuple):
+    """What the fields of a kind of packet are: their names and types, and which of them that is not all of."""
+
+    names: tuple[str, ...]
+    types: tuple[type, ...]
+    numbers: tuple[int, ...]  # where there are unsigned 32-bit numbers
+    maps: tuple[int, ...]  # and where maps, whose keys are text
+
+    @classmethod
+    def of(cls, kind: type[Packet]) -> _Shape:
+        types = tuple(_TYPES[field.type] for field in fields(kind))
+        numbers, maps = (tuple(place for place, each in enumerate(types) if each is one) for one in (int, dict))
+        return cls(tuple(field.name for field in fields(kind)), types, numbers, maps)
+
+    def misfit(self, kind: str, body: list[Any]) -> RemoteProtocolError:
+        """What is wrong with a body that does not fit."""
+        if len(body) < len(self.names):
+            return RemoteProtocolError(f"{kind} has {len(body)} fields, not {len(self.names)}")
+        wrong = next(place for place, value in enumerate(body) if not self._fits(place, value))
+        return RemoteProtocolError(f"{kind}.{self.names[wrong]} is {reprlib.repr(body[wrong]):.60}")
+
+    def _fits(self, place: int, value: Any) -> bool:
+        if place in self.numbers:
+            return _is_uint(value)
+        return type(value) is self.types[place] and (place not in self.maps or _has_text_keys(value))
+
+
+_TYPES: dict[object, type] = {"int": int, "str": str, "bytes": bytes, "dict[str, Any]": dict}
+
+
+def _has_text_keys(value: Any) -> bool:
+    return all(type(key) is str for key in value)
 
 
 def _getter(kind: type[Packet]) -> Callable[[Packet], tuple[Any, ...]]:
@@ -294,7 +320,7 @@ def _getter(kind: type[Packet]) -> Callable[[Packet], tuple[Any, ...]]:
 
 
 _VALUES = {kind: _getter(kind) for kind in _KINDS}
-_SHAPES = {kind: [(field.name, _CHECKS[field.type]) for field in fields(kind)] for kind in _KINDS}
+_SHAPES = {kind: _Shape.of(kind) for kind in _KINDS}
 
 
 def milliseconds(seconds: float) -> int:
@@ -319,12 +345,17 @@ def _parse(body: memoryview) -> list[Any]:
 
 def _packet(kind: type[Packet], values: list[Any]) -> Packet:
     shape = _SHAPES[kind]
-    if len(values) - 1 < len(shape):
-        raise RemoteProtocolError(f"{kind.__name__} has {len(values) - 1} fields, not {len(shape)}")
-    for (name, check), value in zip(shape, values[1:], strict=False):
-        if not check(value):
-            raise RemoteProtocolError(f"{kind.__name__}.{name} is {reprlib.repr(value):.60}")
-    return kind(*values[1 : len(shape) + 1])
+    types = shape.types
+    body = values[1 : len(types) + 1]
+    fits = tuple(map(type, body)) == types  # which says most of it at once
+    if fits:
+        for place in shape.numbers:
+            fits &= 0 <= body[place] <= MAX_U32
+        for place in shape.maps:
+            fits &= _has_text_keys(body[place])
+    if not fits:
+        raise shape.misfit(kind.__name__, body)
+    return kind(*body)
 
 
 class _Scratch(threading.local):

@@ -27,7 +27,11 @@ from tunnel.pools import BackendState, Bucket, Member
 Key = tuple[str, str | int, int]
 """What buckets go by: a kind, a value, and for networks (``cidr4``, ``cidr6``) the length of the prefix."""
 
+Match = tuple[str, Key]
+"""A strategy, and what it matched."""
+
 M = TypeVar("M", bound=Member)
+_REMEMBERED = 1024  # hosts
 _ANY: Key = ("any", "", 0)
 _DEFAULT_ROUTE: Key = ("default-route", "", 0)
 
@@ -75,6 +79,7 @@ class Index(Generic[M]):
         self.buckets: dict[Key, Bucket[M]] = {}
         self._prefixes: dict[str, Counter[int]] = {"cidr4": Counter(), "cidr6": Counter()}
         self._suffixes = 0
+        self._found: dict[str, tuple[Match, ...]] = {}  # for hosts that were asked for lately
 
     def add(self, member: M, keys: tuple[Key, ...], state: BackendState) -> None:
         """Find it under these keys, in this state."""
@@ -95,7 +100,8 @@ class Index(Generic[M]):
                 self._count(key, -1)
 
     def _count(self, key: Key, change: int) -> None:
-        """Know which suffixes and prefix lengths are worth looking for."""
+        """Know which suffixes and prefix lengths are worth looking for. What was found before may not be so now."""
+        self._found.clear()
         kind, _, bits = key
         if kind == "suffix":
             self._suffixes += change
@@ -108,16 +114,22 @@ class Index(Generic[M]):
         bucket = self.buckets.get(_named(agent))
         return [] if bucket is None else [member for member, _ in bucket.members()]
 
-    def matches(self, target: Target, agent: str | None) -> Iterator[tuple[str, Key]]:
+    def matches(self, target: Target, agent: str | None) -> tuple[Match, ...]:
         """Strategies and keys under which somebody is, most preferred first."""
-        buckets = self.buckets
         if agent is not None:
-            if (key := _named(agent)) in buckets:
-                yield "agent", key
-            return
+            key = _named(agent)
+            return (("agent", key),) if key in self.buckets else ()
+        found = self._found.get(target.host)
+        if found is None:
+            if len(self._found) == _REMEMBERED:
+                self._found.clear()
+            found = self._found[target.host] = tuple(self._look_for(target.host))
+        return found
+
+    def _look_for(self, host: str) -> Iterator[Match]:
         for strategy in self.strategies:
-            for key in _KEYS_FOR[strategy](self, target.host):
-                if key in buckets:
+            for key in _KEYS_FOR[strategy](self, host):
+                if key in self.buckets:
                     yield strategy, key
 
     def _host_keys(self, host: str) -> Iterator[Key]:

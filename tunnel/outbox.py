@@ -136,9 +136,10 @@ class Outbox:
                 line.frame = line.frames = None
             if isinstance(frame, bytes):
                 buffers.append(frame)
+                size = len(frame)
             else:
                 buffers += frame
-            size = _size(frame)
+                size = _size(frame)
             if line.passing:
                 self.passing -= size
             self.frames_sent += 1
