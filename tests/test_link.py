@@ -16,6 +16,7 @@ import pytest
 import trio
 from trio.testing import MockClock, lockstep_stream_pair, wait_all_tasks_blocked
 
+from tunnel import deadlines
 from tunnel.config import Limits, Timeouts
 from tunnel.errors import DialError, HandshakeRefused, LinkClosed, LinkLost, LinkStopped, Refused, RemoteProtocolError
 from tunnel.frames import (
@@ -439,6 +440,26 @@ class TestDials:
         assert trio.current_time() - began == pytest.approx(3)
         await links.idle()
         assert held[0].core.why == ("cancelled", "the dial was given up")
+
+    async def test_a_dial_that_is_answered_in_the_moment_its_time_is_over_was_answered(
+        self, autojump_clock: MockClock, links: LinkPair, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        links.on_dial = lambda stream, request: None
+        over = trio.current_time() + 3
+        deadlines.of_this_run().at(over, lambda: links.server.session.receive_packet(DialRsp(1, "ok", "", 100)))
+        stream = await links.server.dial("target", 80, seconds=over - trio.current_time())
+        assert stream.core.state is State.OPEN
+        assert caplog.records == []
+
+    async def test_a_dial_may_be_cancelled_in_the_moment_its_time_is_over(
+        self, autojump_clock: MockClock, links: LinkPair, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        links.on_dial = lambda stream, request: None
+        for _ in range(10):
+            with contextlib.suppress(trio.TooSlowError), trio.move_on_after(3):
+                await links.server.dial("target", 80, seconds=3)
+        await links.idle()
+        assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
     async def test_a_dial_that_was_answered_in_time_is_not_too_late_afterwards(
         self, autojump_clock: MockClock, links: LinkPair

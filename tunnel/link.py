@@ -28,6 +28,7 @@ from trio_util import AsyncValue
 from tunnel import deadlines, logs, wiretrace
 from tunnel.bounds import Bounds, Rate
 from tunnel.config import Limits, Timeouts
+from tunnel.deadlines import Deadline
 from tunnel.errors import (
     HandshakeRefused,
     LinkClosed,
@@ -378,22 +379,20 @@ class Link:
         ms = max(1, milliseconds(seconds))
         dial.stream = self.session.open(host, port, ms, options or {}, dial.answered, window)
         self.flush()
-        late = self._deadlines.at(trio.current_time() + seconds, dial.late)
-        try:
-            await trio.lowlevel.wait_task_rescheduled(dial.abort)
-        finally:
-            late.take_back()
+        dial.deadline = self._deadlines.at(trio.current_time() + seconds, dial.late)
+        await trio.lowlevel.wait_task_rescheduled(dial.abort)
         if dial.error is not None:
             raise dial.error
         return TunnelStream(dial.stream, self.outflow)
 
 
 class _Dial:
-    """A dial whose task is parked until the answer is there, or it is too late."""
+    """A dial whose task is parked until there is an answer, or it is too late: whichever is first."""
 
-    __slots__ = ("_flush", "_task", "error", "stream")
+    __slots__ = ("_flush", "_task", "deadline", "error", "stream")
 
     stream: Stream
+    deadline: Deadline
 
     def __init__(self, flush: Callable[[], None]) -> None:
         self._flush = flush
@@ -402,13 +401,15 @@ class _Dial:
 
     def answered(self, error: Exception | None) -> None:
         """Wake the task: None is a stream that may be used."""
+        self.deadline.take_back()
         self.error = error
         trio.lowlevel.reschedule(self._task)
 
     def late(self) -> None:
         """There was no answer in time."""
         self._give_up()
-        self.answered(trio.TooSlowError())
+        self.error = trio.TooSlowError()
+        trio.lowlevel.reschedule(self._task)
 
     def abort(self, _: object) -> trio.lowlevel.Abort:
         """The task was cancelled."""
@@ -416,5 +417,6 @@ class _Dial:
         return trio.lowlevel.Abort.SUCCEEDED
 
     def _give_up(self) -> None:
+        self.deadline.take_back()
         self.stream.reset("cancelled", "the dial was given up")
         self._flush()
