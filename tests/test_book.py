@@ -7,7 +7,8 @@ import trio
 from trio.testing import MockClock
 
 from tunnel.book import Book, view_of
-from tunnel.session import Session, Stream
+from tunnel.core import Stream
+from tunnel.session import Session
 
 
 def stream() -> Stream:

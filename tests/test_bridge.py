@@ -34,6 +34,7 @@ from tunnel import secure as secure_module
 from tunnel.bounds import Seat
 from tunnel.config import Limits, Timeouts
 from tunnel.connect import Connector
+from tunnel.core import State, Stream
 from tunnel.errors import CUT, DialError, LinkLost, Refused, StreamReset
 from tunnel.frames import (
     VERSION,
@@ -54,7 +55,6 @@ from tunnel.handshake import DiallingHandshake
 from tunnel.identity import Identity
 from tunnel.link import Link, refuse_dials
 from tunnel.server import Server
-from tunnel.session import State, Stream
 from tunnel.stream import TunnelStream
 from tunnel.transport import SocketTransport, StreamTransport, Transport
 

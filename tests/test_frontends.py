@@ -33,9 +33,9 @@ from trio.testing import wait_all_tasks_blocked
 
 from tunnel.config import Timeouts
 from tunnel.connect import Attempt, Connector
+from tunnel.core import Stream
 from tunnel.explain import explain
 from tunnel.http_connect import ESTABLISHED
-from tunnel.session import Stream
 
 Enter = Callable[[Talk], Awaitable[tuple[trio.SocketStream, Service]]]
 

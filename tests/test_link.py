@@ -18,6 +18,7 @@ from trio.testing import MockClock, lockstep_stream_pair, wait_all_tasks_blocked
 
 from tunnel import deadlines
 from tunnel.config import Limits, Timeouts
+from tunnel.core import State
 from tunnel.errors import DialError, HandshakeRefused, LinkClosed, LinkLost, LinkStopped, Refused, RemoteProtocolError
 from tunnel.frames import (
     VERSION,
@@ -37,7 +38,6 @@ from tunnel.frames import (
 from tunnel.handshake import AcceptingHandshake, DiallingHandshake
 from tunnel.identity import Identity
 from tunnel.link import Link
-from tunnel.session import State
 from tunnel.stream import TunnelStream
 from tunnel.transport import Buffer, SocketTransport, StreamTransport
 

@@ -20,11 +20,11 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from tunnel import turns
 from tunnel.config import Limits
+from tunnel.core import State
 from tunnel.errors import StreamReset
 from tunnel.poller import HUNG_UP, SelectorPoller
 from tunnel.pumps import pump
 from tunnel.relay import Switchboard
-from tunnel.session import State
 from tunnel.stream import Outlet, TunnelStream
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import Self
 
 import trio
 
+from tunnel.core import Stream
 from tunnel.operate import StreamView
-from tunnel.session import Stream
 
 
 @dataclass(slots=True, eq=False)

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import trio
 
+from tunnel.core import State, Stream
 from tunnel.errors import LinkLost, StreamReset
 from tunnel.frames import Credit, Ping, Pong
-from tunnel.session import State, Stream
 from tunnel.stream import TunnelStream
 
 

@@ -26,6 +26,7 @@ from tunnel.address import Target
 from tunnel.book import Book
 from tunnel.bounds import Place
 from tunnel.connect import Attempt, Connector
+from tunnel.core import State
 from tunnel.errors import (
     CUT,
     AddressError,
@@ -39,7 +40,6 @@ from tunnel.errors import (
 from tunnel.frames import DialReq
 from tunnel.patterns import Rules
 from tunnel.relay import Switchboard
-from tunnel.session import State
 from tunnel.stream import Dialling, TunnelStream
 
 log = logs.get_logger(__name__)

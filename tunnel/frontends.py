@@ -26,6 +26,7 @@ from tunnel.book import Book
 from tunnel.bounds import Bounds, Place, Seat
 from tunnel.bridge import Bridge
 from tunnel.config import Forward, Timeouts, parse_agent_name
+from tunnel.core import State
 from tunnel.credentials import Token
 from tunnel.errors import CUT, ConfigError, Denied, DialError, DialProtocolError, StreamReset
 from tunnel.frames import DialReq
@@ -33,7 +34,6 @@ from tunnel.http_connect import ESTABLISHED, BadRequest, ConnectRequest, Head
 from tunnel.listen import Handler, source_of
 from tunnel.poller import READ
 from tunnel.relay import Switchboard, close_with_reset
-from tunnel.session import State
 from tunnel.stream import Dialling, TunnelStream
 
 log = logs.get_logger(__name__)

@@ -28,6 +28,7 @@ from trio_util import AsyncValue
 from tunnel import deadlines, logs, wiretrace
 from tunnel.bounds import Bounds, Rate
 from tunnel.config import Limits, Timeouts
+from tunnel.core import Stream
 from tunnel.deadlines import Deadline
 from tunnel.errors import (
     HandshakeRefused,
@@ -41,7 +42,7 @@ from tunnel.frames import DATA_BODY_OVERHEAD, Close, Decoder, DialReq, Packet, P
 from tunnel.handshake import Handshake
 from tunnel.identity import Identity
 from tunnel.outflow import Outflow
-from tunnel.session import Session, Stream
+from tunnel.session import Session
 from tunnel.stream import TunnelStream
 from tunnel.transport import BROKEN, Transport
 

@@ -20,8 +20,8 @@ from typing import Protocol
 
 import trio
 
+from tunnel.core import State, Stream
 from tunnel.errors import DialError, StreamReset
-from tunnel.session import State, Stream
 
 _CHUNK = 64 * 1024
 

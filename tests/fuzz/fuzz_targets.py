@@ -45,6 +45,7 @@ from tunnel.config import (
     parse_strategies,
 )
 from tunnel.configfile import ConfigFile, load
+from tunnel.core import State, Stream
 from tunnel.credentials import Grant, Token, read_tokens
 from tunnel.errors import ConfigError, HandshakeRefused, LinkClosed, RemoteProtocolError, TunnelError
 from tunnel.frames import Auth, Close, Decoder, DialReq, Hello, Packet, data_header
@@ -54,7 +55,7 @@ from tunnel.identity import Identity, read_identity
 from tunnel.link import Link
 from tunnel.options import file_keys
 from tunnel.patterns import Pattern, Rules
-from tunnel.session import Session, State, Stream
+from tunnel.session import Session
 from tunnel.stream import TunnelStream
 from tunnel.transport import StreamTransport
 from tunnel.users import read_users
