@@ -22,6 +22,7 @@ import pytest
 import trio
 from house import Held, House, open_house
 from hypothesis import HealthCheck, settings
+from raw_server import RawServer
 from trio.testing import memory_stream_pair
 
 from tunnel.config import Limits, Timeouts
@@ -317,3 +318,15 @@ def reset_socket() -> Callable[[trio.SocketStream], Awaitable[None]]:
 def was_reset() -> Callable[[BaseException], bool]:
     """Whether a stream broke because the peer reset the connection."""
     return lambda error: isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ECONNRESET
+
+
+@pytest.fixture
+async def raw(house: House) -> AsyncIterator[RawServer]:
+    """A server made of frames that has read the HELLO of an agent."""
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    async with listener:
+        server = RawServer(listener)
+        await house.nursery.start(server.agent.run)
+        await server.accept()
+        yield server
+        server.stream.socket.close()
