@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunnel import bounds as bounds_module
-from tunnel.bounds import Bounds, Crowd, Rate
+from tunnel.bounds import Bounds, Crowd, Pace, Rate
 from tunnel.config import Limits, Timeouts
 from tunnel.desk import AgentDesk, ServerDesk
 from tunnel.errors import TooMany
@@ -176,6 +176,28 @@ def test_what_is_too_much_is_waited_for(clock: Clock) -> None:
     clock.now = 3
     assert rate.spend(10) == pytest.approx(1)
     assert bounds.hits == {"ping_rate": 2}
+
+
+def test_a_ping_with_each_frame_that_was_sent_is_free(clock: Clock) -> None:
+    pace = Pace(Bounds(Limits(ping_rate=10), clock))
+    assert pace.asked(pings=30, dials=0, frames=10) == 0  # 20 of them count: as many as may come at once
+    assert pace.asked(pings=1, dials=0, frames=10) == pytest.approx(0.1)
+
+
+def test_frames_pay_once(clock: Clock) -> None:
+    pace = Pace(Bounds(Limits(ping_rate=10), clock))
+    assert pace.asked(pings=20, dials=0, frames=10) == 0
+    assert pace.asked(pings=20, dials=0, frames=10) == pytest.approx(1)
+
+
+def test_no_number_of_frames_pays_for_more_pings_than_a_seconds_worth(clock: Clock) -> None:
+    pace = Pace(Bounds(Limits(ping_rate=10), clock))
+    assert pace.asked(pings=40, dials=0, frames=1000) == pytest.approx(1)
+
+
+def test_whoever_asks_for_both_too_often_waits_for_what_takes_longer(clock: Clock) -> None:
+    pace = Pace(Bounds(Limits(ping_rate=10, dial_rate=10), clock))
+    assert pace.asked(pings=30, dials=50, frames=0) == pytest.approx(3)
 
 
 # -- links that are not linked

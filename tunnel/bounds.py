@@ -163,6 +163,24 @@ class Place:
         self.leave()
 
 
+class Pace:
+    """How fast the peer of one link may ask for what has to be answered."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._pings, self._dials = Rate(bounds, "ping_rate"), Rate(bounds, "dial_rate")
+        self._free = bounds.limits.ping_rate
+        self._frames = 0
+
+    def asked(self, pings: int, dials: int, frames: int, **facts: object) -> float:
+        """So many PINGs and dials have come since: for how many seconds nothing more should be read.
+
+        ``frames`` of streams were sent so far: a PING with each is free. The facts are for the log.
+        """
+        new, self._frames = frames - self._frames, frames
+        paid = max(0, pings - min(new, self._free))
+        return max(self._pings.spend(paid, **facts), self._dials.spend(dials, **facts))
+
+
 class Rate:
     """How often something may be done in a second, or somewhat more at once."""
 

@@ -26,7 +26,7 @@ import trio
 from trio_util import AsyncValue
 
 from tunnel import deadlines, logs, wiretrace
-from tunnel.bounds import Bounds, Rate
+from tunnel.bounds import Bounds, Pace
 from tunnel.config import Limits, Timeouts
 from tunnel.core import Stream
 from tunnel.deadlines import Deadline
@@ -108,26 +108,14 @@ class Link:
         self._limits = limits
         self._timeouts = timeouts
         self._bounds = bounds or Bounds(limits, trio.current_time)
-        self._pings, self._dials = Rate(self._bounds, "ping_rate"), Rate(self._bounds, "dial_rate")
-        self._frames_sent = 0  # when pings were looked at last
+        self._pace = Pace(self._bounds)
         self._pause = 0.0  # seconds for which nothing is to be read
         self._slowed = False  # nothing is read just now
         self._on_dial = on_dial
         self._on_control = on_control
         self._on_linked = on_linked
         self._on_end = on_end
-        self.session = Session(
-            opener=False,
-            window=limits.first_window,
-            most_window=limits.window,
-            spare=limits.spare_window,
-            budget=limits.link_window,
-            on_dial=self._dialled,
-            on_control=self._control,
-            on_streams=partial(setattr, self.open_streams, "value"),
-            on_bound=self._hit,
-            out=wiretrace.TracedOutbox(self._peer_name) if wiretrace.wanted() else None,
-        )
+        self.session = self._new_session(limits)
         self._deadlines = deadlines.of_this_run()
         self.outflow = Outflow(self.session.out, transport, limits, self._hit, self._end)
         self._decoder = Decoder(
@@ -139,6 +127,20 @@ class Link:
         self._heard = False
         self._farewell: TunnelError | None = None  # why this side said goodbye, if it did
         self._patience = 0.0  # until when it waits for that to arrive
+
+    def _new_session(self, limits: Limits) -> Session:
+        return Session(
+            opener=False,
+            window=limits.first_window,
+            most_window=limits.window,
+            spare=limits.spare_window,
+            budget=limits.link_window,
+            on_dial=self._dialled,
+            on_control=self._control,
+            on_streams=partial(setattr, self.open_streams, "value"),
+            on_bound=self._hit,
+            out=wiretrace.TracedOutbox(self._peer_name) if wiretrace.wanted() else None,
+        )
 
     def __repr__(self) -> str:
         state = f"ended: {self.why}" if self.why else "linked" if self._linked.is_set() else "shaking hands"
@@ -296,18 +298,14 @@ class Link:
         return not (self.session.pings or self.session.dials) or self._may_ask_on()
 
     def _may_ask_on(self) -> bool:
-        """Whether the peer has not asked too often; else, in how many seconds it may again. A PING with each frame is
-        free.
-        """
-        session, frames = self.session, self.session.frames_sent - self._frames_sent
-        pings, dials = max(0, session.pings - min(frames, self._limits.ping_rate)), session.dials
+        """Whether the peer has not asked too often; else, in how many seconds it may again."""
+        session, peer = self.session, self.peer
+        pings, dials = session.pings, session.dials
         session.pings = session.dials = 0
-        self._frames_sent = session.frames_sent
-        if self.peer is not None and self.peer.role != "server":
-            who = {"peer": self.peer.name, "address": self.address}
-            self._pause = max(self._pings.spend(pings, **who), self._dials.spend(dials, **who))
-            return not self._pause
-        return True
+        if peer is None or peer.role == "server":
+            return True
+        self._pause = self._pace.asked(pings, dials, session.frames_sent, peer=peer.name, address=self.address)
+        return not self._pause
 
     def _shake_hands(self, packet: Packet) -> None:
         if self.why is not None:  # it came with the bytes that were received last
