@@ -429,7 +429,7 @@ def test_windows_grow_within_what_the_link_has_to_spare_and_give_it_back() -> No
     assert side.session.windows.spare == WINDOW // 4
 
 
-def test_one_window_is_looked_at_at_a_time() -> None:
+def test_each_window_is_looked_at_by_itself() -> None:
     side, stream = _growing()
     side.receive(DialReq(2, "x", 1, WINDOW, 1, {}))
     other = side.dialled[1][0]
@@ -437,17 +437,40 @@ def test_one_window_is_looked_at_at_a_time() -> None:
     stream.consumed(WINDOW // 2)
     side.session.receive_data(2, memoryview(bytes(WINDOW // 2)))
     other.consumed(WINDOW // 2)
-    assert [packet for packet in side.takes() if isinstance(packet, Ping)] == [Ping(1, 0)]
+    assert [packet for packet in side.takes() if isinstance(packet, Ping)] == [Ping(1, 0), Ping(2, 0)]
+    side.session.receive_data(2, memoryview(bytes(WINDOW // 2)))
+    side.receive(Pong(1, 0), Pong(2, 0))
+    assert (stream.window.size, other.window.size) == (WINDOW, 2 * WINDOW)
 
 
-def test_a_stream_that_ended_meanwhile_gets_nothing() -> None:
+def _by_our_reset(side: Side, stream: Stream) -> None:
+    stream.reset("cancelled", "")
+
+
+def _by_their_reset(side: Side, stream: Stream) -> None:
+    side.receive(Close(1, "cancelled", ""))
+
+
+def _by_both_ends(side: Side, stream: Stream) -> None:
+    stream.send_eof()
+    side.receive(Eof(1))
+
+
+def _by_their_end(side: Side, stream: Stream) -> None:
+    """No byte will come any more."""
+    side.receive(Eof(1))
+
+
+@pytest.mark.parametrize("ends", [_by_our_reset, _by_their_reset, _by_both_ends, _by_their_end])
+def test_a_stream_that_ended_meanwhile_gets_nothing(ends: Callable[[Side, Stream], None]) -> None:
     side, stream = _growing()
     stream.consumed(WINDOW // 2)
     side.session.receive_data(1, memoryview(bytes(WINDOW // 2)))
-    stream.reset("cancelled", "")
+    ends(side, stream)
     side.takes()
     side.receive(Pong(1, 0))
     assert side.takes() == []
+    assert stream.window.size == WINDOW
 
 
 @pytest.mark.parametrize("number", [0, 1, 7])
@@ -626,56 +649,6 @@ def test_a_ping_of_a_stream_that_is_not_there_is_ignored() -> None:
     assert side.takes() == []
 
 
-def _probed_and_another() -> tuple[Side, Stream, Stream]:
-    """Two streams with half a window taken; the first is being looked at."""
-    side, first = _growing()
-    side.receive(DialReq(2, "x", 1, WINDOW, 1, {}))
-    second = side.dialled[1][0]
-    second.accept()
-    side.session.receive_data(2, memoryview(bytes(WINDOW // 2)))
-    first.consumed(WINDOW // 2)
-    assert Ping(1, 0) in side.takes()
-    return side, first, second
-
-
-def _by_our_reset(side: Side, stream: Stream) -> None:
-    stream.reset("cancelled", "")
-
-
-def _by_their_reset(side: Side, stream: Stream) -> None:
-    side.receive(Close(1, "cancelled", ""))
-
-
-def _by_both_ends(side: Side, stream: Stream) -> None:
-    stream.send_eof()
-    side.receive(Eof(1))
-
-
-def _by_their_end(side: Side, stream: Stream) -> None:
-    """No byte will come any more, so there is no window to look at, and perhaps nobody who answers."""
-    side.receive(Eof(1))
-
-
-@pytest.mark.parametrize("ends", [_by_our_reset, _by_their_reset, _by_both_ends, _by_their_end])
-def test_a_stream_that_ends_while_it_is_looked_at_makes_way_for_others(ends: Callable[[Side, Stream], None]) -> None:
-    side, first, second = _probed_and_another()
-    ends(side, first)
-    side.takes()
-    second.consumed(WINDOW // 2)
-    assert side.takes() == [Credit(2, WINDOW // 2), Ping(2, 0)]
-
-
-def test_the_answer_for_a_stream_that_made_way_does_not_count_for_another() -> None:
-    side, first, second = _probed_and_another()
-    first.reset("cancelled", "")
-    second.consumed(WINDOW // 2)
-    side.session.receive_data(2, memoryview(bytes(WINDOW // 2)))
-    side.receive(Pong(1, 0))
-    assert second.window.size == WINDOW
-    side.receive(Pong(2, 0))
-    assert second.window.size == 2 * WINDOW
-
-
 # -- windows of a stream's own
 
 
@@ -800,17 +773,3 @@ def test_own_and_passing_bytes_are_exact_whatever_happens(
 
 
 def _nowhere(packet: Packet) -> None: ...
-
-
-def test_a_probe_that_is_never_answered_makes_way_in_the_end() -> None:
-    side, stream = _growing()
-    side.receive(DialReq(2, "x", 1, WINDOW, 1, {}))
-    other = side.dialled[1][0]
-    other.accept()
-    stream.consumed(WINDOW // 2)
-    probes: list[Ping] = []
-    for _ in range(100):
-        side.session.receive_data(2, memoryview(bytes(WINDOW // 2)))
-        other.consumed(WINDOW // 2)
-        probes += [packet for packet in side.takes() if isinstance(packet, Ping)]
-    assert probes[:2] == [Ping(1, 0), Ping(2, 0)]

@@ -29,7 +29,7 @@ class Link:
     def fill(self, window: Window) -> bool:
         """The peer uses up all it may, the reader takes it at once: whether the window is looked at."""
         size = window.left
-        assert self.windows.arrived(window, size)
+        assert window.arrived(size)
         due = window.due(size)
         look = self.windows.look(window)
         window.left += due
@@ -44,11 +44,10 @@ class Link:
 
 
 def test_no_more_may_come_than_is_left() -> None:
-    link = Link()
-    window = link.lend()
-    assert link.windows.arrived(window, 60 * KIB)
-    assert not link.windows.arrived(window, 40 * KIB + 1)
-    assert link.windows.arrived(window, 40 * KIB)
+    window = Link().lend()
+    assert window.arrived(60 * KIB)
+    assert not window.arrived(40 * KIB + 1)
+    assert window.arrived(40 * KIB)
     assert window.left == 0
 
 
@@ -72,7 +71,7 @@ class TestGrowth:
     def test_is_not_for_a_window_whose_peer_had_credit_left(self) -> None:
         link = Link()
         window = link.lend()
-        link.windows.arrived(window, 60 * KIB)
+        window.arrived(60 * KIB)
         assert window.due(60 * KIB)
         assert link.windows.look(window)
         assert link.grow(window) == 0
@@ -80,7 +79,7 @@ class TestGrowth:
     def test_is_not_for_a_window_whose_reader_is_behind(self) -> None:
         link = Link()
         window = link.lend()
-        link.windows.arrived(window, 100 * KIB)
+        window.arrived(100 * KIB)
         assert window.due(60 * KIB)
         assert not link.windows.look(window)
 
@@ -104,20 +103,25 @@ class TestGrowth:
         link.windows.take_back(one)
         assert link.fill(other)
 
-    def test_is_looked_at_for_one_window_at_a_time(self) -> None:
+    def test_is_looked_at_for_each_window_by_itself_and_once_at_a_time(self) -> None:
         link = Link()
         one, other = link.lend(), link.lend()
         assert link.fill(one)
-        assert not link.fill(other)
-        assert link.windows.growth(other) == 0  # nobody asked
-        link.windows.look_away(one)
+        assert not link.fill(one)  # its PONG is still to come
         assert link.fill(other)
+        assert link.grow(other) == 100 * KIB
+        assert link.grow(one) == 0  # more came than its peer could send when it was looked at
 
-    def test_does_not_wait_for_ever_for_one_that_does_not_answer(self) -> None:
+    def test_is_not_for_a_window_that_was_not_looked_at(self) -> None:
         link = Link()
-        silent, other = link.lend(), link.lend()
-        assert link.fill(silent)
-        assert [link.fill(other) for _ in range(65)] == [False] * 64 + [True]
+        assert link.grow(link.lend()) == 0
+
+    def test_of_one_window_leaves_the_others_what_is_left_to_spare(self) -> None:
+        link = Link()
+        windows = [link.lend() for _ in range(3)]
+        for window in windows:
+            link.fill(window)
+        assert [link.grow(window) // KIB for window in windows] == [100, 100, 50]
 
 
 class TestFirstWindows:

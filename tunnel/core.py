@@ -251,7 +251,7 @@ class Stream(Line):
         size = len(data)
         if self.state not in _MAY_RECEIVE:
             raise RemoteProtocolError(f"DATA for stream {self.id}, which is {self.state.name}")
-        if not self.session.windows.arrived(self.window, size):
+        if not self.window.arrived(size):
             text = f"DATA of {size} bytes for stream {self.id}, with credit for {self.window.left}"
             raise RemoteProtocolError(text, bound="credit")
         self.received += size
@@ -266,7 +266,6 @@ class Stream(Line):
         """For the session."""
         if self.state not in _MAY_RECEIVE:
             raise RemoteProtocolError(f"EOF for stream {self.id}, which is {self.state.name}")
-        self.session.windows.look_away(self.window)
         if self.state is State.OPEN:
             self.state, sink = State.REMOTE_EOF, self._sink
         else:

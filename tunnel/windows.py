@@ -9,7 +9,7 @@ Rules that hold here:
   streams have a large one each, many have small ones. That bounds what can be held for them.
 - A window that is what bounds its stream doubles, up to a limit and within what the link has to spare. That is so if
   its reader was waiting for bytes, and the peer had used up all its credit before more of it arrived. A PING of the
-  stream goes along with the credit to tell: what comes ahead of the PONG was sent without it. One after the other.
+  stream goes along with the credit to tell: what comes ahead of the PONG was sent without it.
 
 This file must not know packets, streams' states, or who reads.
 """
@@ -20,7 +20,6 @@ from collections.abc import Callable
 
 _RETURNED = 1024 * 1024  # bytes of credit that go back together: what is kept of a large window shall not slow it down
 _LEAST = 16 * 1024  # what a stream gets however many there are
-_PATIENCE = 64  # windows not looked at because another one's PONG is missing, before that is given up
 
 
 class Window:
@@ -31,19 +30,30 @@ class Window:
         left: bytes that may still come now.
         lent: how much of the size counts in what the link lends.
         grown: how much of the size came after the first.
+        probed: while it is looked at, what its peer may still send without the credit that the PING went along with.
     """
 
-    __slots__ = ("grown", "left", "lent", "size", "unreturned")
+    __slots__ = ("grown", "left", "lent", "probed", "size", "unreturned")
 
     def __init__(self) -> None:
         self.size = self.left = 0
         self.lent = self.grown = 0
+        self.probed: int | None = None
         self.unreturned = 0  # consumed, and not given back yet
 
     def say(self, size: int, lent: int = 0) -> None:
         """So many bytes may come unasked."""
         self.size = self.left = size
         self.lent = lent
+
+    def arrived(self, size: int) -> bool:
+        """So many bytes came; whether they were allowed."""
+        if size > self.left:
+            return False
+        self.left -= size
+        if self.probed is not None:
+            self.probed -= size
+        return True
 
     def due(self, size: int) -> int:
         """So many bytes more were consumed: what of all that goes back now, if the peer is told."""
@@ -65,14 +75,11 @@ class Windows:
     """
 
     def __init__(self, first: int, budget: int, most: int, spare: int, on_small: Callable[[], None]) -> None:
-        self.probed: Window | None = None  # which is being looked at
         self.budget = budget
         self.spare = spare
         self._first = first
         self._most = most
         self._on_small = on_small
-        self._probed_left = 0  # what its peer may still send without the credit that the PING goes along with
-        self._waited = 0
 
     def lend(self, window: Window) -> None:
         """Say a first window."""
@@ -86,40 +93,19 @@ class Windows:
         """The stream has ended."""
         self.spare += window.grown
         self.budget += window.lent
-        self.look_away(window)
-
-    def arrived(self, window: Window, size: int) -> bool:
-        """So many bytes came; whether they were allowed."""
-        if size > window.left:
-            return False
-        window.left -= size
-        if self.probed is window:
-            self._probed_left -= size
-        return True
 
     def look(self, window: Window) -> bool:
         """What is unreturned goes back now: whether to look if it is the window that bounds its stream."""
-        if window.left + window.unreturned != window.size:  # its reader was not waiting
+        waited = window.left + window.unreturned == window.size  # its reader, for bytes
+        if not waited or window.probed is not None or not self.spare or window.size >= self._most:
             return False
-        self._waited += 1
-        free = self.probed is None or self._waited > _PATIENCE
-        if not (free and self.spare and window.size < self._most):
-            return False
-        self._waited = 0
-        self.probed, self._probed_left = window, window.left
+        window.probed = window.left
         return True
 
-    def look_away(self, window: Window) -> None:
-        """No byte will come any more: another one may be looked at."""
-        if self.probed is window:
-            self.probed = None
-
     def growth(self, window: Window) -> int:
-        """The PONG is there: bytes to grow by; none if this is not the one that is looked at, or had credit left."""
-        if self.probed is not window:
-            return 0
-        self.probed = None
-        return 0 if self._probed_left else min(window.size, self._most - window.size, self.spare)
+        """The PONG is there: bytes to grow by; none if it was not looked at, or its peer had credit left."""
+        probed, window.probed = window.probed, None
+        return min(window.size, self._most - window.size, self.spare) if probed == 0 else 0
 
     def grow(self, window: Window, size: int) -> None:
         """Have the window grow."""
