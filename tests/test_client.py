@@ -30,7 +30,7 @@ from tunnel.address import Target
 from tunnel.agent import Agent
 from tunnel.client import Client, open_client
 from tunnel.config import ClientConfig, Limits
-from tunnel.connect import Connector
+from tunnel.connect import Attempt, Connector
 from tunnel.errors import (
     AddressError,
     ConfigError,
@@ -620,15 +620,15 @@ class Callers:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
         self.then: Callable[[], None] = lambda: None
-        connect = Connector.connect
+        begin = Connector.begin
 
-        async def connected(connector: Connector, host: str, port: int) -> socket.socket:
-            sock = await connect(connector, host, port)
+        def connected(connector: Connector, host: str, port: int) -> Attempt | None:
+            attempt = begin(connector, host, port)
             if port == target.port:
                 self.then()
-            return sock
+            return attempt
 
-        monkeypatch.setattr(Connector, "connect", connected)
+        monkeypatch.setattr(Connector, "begin", connected)
 
 
 async def test_dials_that_are_cancelled_while_the_answer_is_on_its_way_leave_nothing(
@@ -908,7 +908,7 @@ async def test_a_dial_that_succeeds_when_its_client_has_left_is_undone(
 
         async def ask() -> None:
             with pytest.raises(trio.ClosedResourceError):
-                await dial(client, echoes.target)
+                await client.dial("localhost", echoes.target.port)
 
         nursery.start_soon(ask)
         await arrived.wait()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tunnel import frontends, lifecycle, outbox, programs, session
+from tunnel import core, frontends, lifecycle, outbox, programs
 from tunnel.admin.openapi import document
 from tunnel.config import Limits, Timeouts
 from tunnel.sync import SyncState
@@ -74,7 +74,7 @@ def test_every_exit_code_is_in_the_manual() -> None:
 def bitten() -> set[str]:
     """The names of bounds that the source says have bitten."""
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tunnel").rglob("*.py"))
-    named = re.findall(r'(?:hit\(|_bound\(|bound=|Rate\(self._bounds, )"(\w+)"', source)
+    named = re.findall(r'(?:hit\(|_bound\(|bound=|Rate\(bounds, )"(\w+)"', source)
     crowds = re.findall(r'Crowd\(self, "(\w+)", "(\w+)"\)', source)
     return {*named, *chain(*crowds), *frontends._BOUNDS.values(), "body_before_auth"}
 
@@ -93,7 +93,7 @@ def test_every_bound_that_bites_is_in_the_manual() -> None:
 
 
 def test_the_manual_has_the_defaults_of_all_bounds() -> None:
-    wanted = {**asdict(Limits()), "answers": outbox._MAX_CONTROL, "credit": session._MAX_CREDIT}
+    wanted = {**asdict(Limits()), "answers": outbox._MAX_CONTROL, "credit": core._MAX_CREDIT}
     wanted |= {"handshake_time": Timeouts().handshake, "head_time": Timeouts().head}
     assert bounds(BOUNDS) == wanted
 

@@ -37,7 +37,7 @@ from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 from trio_util import AsyncValue
 
 import tunnel
-from tunnel.connect import Connector
+from tunnel.connect import Attempt, Connector
 
 if TYPE_CHECKING:
     from conftest import MakeLinks
@@ -206,15 +206,15 @@ async def echoes(house: House) -> Service:
 async def asked(monkeypatch: pytest.MonkeyPatch, echoes: Service, agent: tunnel.Agent) -> list[str]:
     """The hosts that the agent was to connect to, which it takes for the echo."""
     hosts: list[str] = []
-    connect = Connector.connect
+    begin = Connector.begin
 
-    async def note(connector: Connector, host: str, port: int) -> socket.socket:
+    def note(connector: Connector, host: str, port: int) -> Attempt | None:
         if connector is not agent.dials._connector:
-            return await connect(connector, host, port)
+            return begin(connector, host, port)
         hosts.append(host)
-        return await connect(connector, "127.0.0.1", echoes.target.port)
+        return begin(connector, "127.0.0.1", echoes.target.port)
 
-    monkeypatch.setattr(Connector, "connect", note)
+    monkeypatch.setattr(Connector, "begin", note)
     return hosts
 
 
