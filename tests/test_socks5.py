@@ -319,7 +319,7 @@ async def test_a_stream_has_no_deadline(make_links: MakeLinks, autojump_clock: t
     links = await make_links()
     local, far = memory_pair()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(socks.serve, OnlyDials(partial(links.server.dial, ms=10_000)), None, local)
+        nursery.start_soon(socks.serve, OnlyDials(partial(links.server.dial, seconds=10)), None, local)
         await far.send_all(GREETING + to(tunnel.Target("idle.test", 80)))
         await expect(far, NO_LOGIN + SUCCESS)
         await trio.sleep(10_000)
