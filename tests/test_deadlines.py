@@ -94,6 +94,19 @@ async def test_what_is_taken_back_is_forgotten_when_nothing_older_waits(autojump
     assert repr(of_this_run) == "<Deadlines waiting=1>"
 
 
+async def test_what_is_taken_back_is_forgotten_when_there_is_much_of_it_though_something_older_waits(
+    autojump_clock: MockClock,
+) -> None:
+    of_this_run = deadlines.of_this_run()
+    calls = Calls()
+    of_this_run.at(9.0, partial(calls, "nine"))
+    for number in range(20_000):
+        of_this_run.at(10.0 + number, int).take_back()
+    assert len(of_this_run._waiting) <= 1024
+    await trio.sleep(10)
+    assert calls.made == [("nine", pytest.approx(9))]
+
+
 async def test_a_call_may_ask_for_another(autojump_clock: MockClock) -> None:
     calls = Calls()
 

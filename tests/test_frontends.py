@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import socket
 from collections.abc import Awaitable, Callable
@@ -33,7 +32,6 @@ from trio.testing import wait_all_tasks_blocked
 
 from tunnel.config import Timeouts
 from tunnel.connect import Attempt, Connector
-from tunnel.core import Stream
 from tunnel.explain import explain
 from tunnel.http_connect import ESTABLISHED
 
@@ -93,25 +91,6 @@ async def test_data_in_the_segment_of_the_head_arrives_once_and_first(house: Hou
     await client.send_all(b"later")
     await client.send_eof()
     assert await receive_all(client) == ESTABLISHED + early + b"later"
-
-
-async def test_what_has_ended_is_freed_without_the_collector(house: House, echoes: Service) -> None:
-    """A circle of objects would stay until it is looked for, and looking costs every other stream."""
-
-    def streams() -> int:
-        return sum(isinstance(each, Stream) for each in gc.get_objects())
-
-    gc.collect()
-    gc.disable()
-    try:
-        before = streams()
-        for _ in range(20):
-            async with await house.connect(echoes.target) as client:
-                assert await talks(client)
-        await house.idle()
-        assert streams() == before
-    finally:
-        gc.enable()
 
 
 async def test_early_data_that_ends_with_eof_arrives_whole(house: House, echoes: Service) -> None:

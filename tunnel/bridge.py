@@ -19,7 +19,7 @@ from __future__ import annotations
 import trio
 
 from tunnel.core import State, Stream
-from tunnel.errors import LinkLost, StreamReset
+from tunnel.errors import LinkLost, StreamReset, raise_error_of
 from tunnel.frames import Credit, Ping, Pong
 from tunnel.stream import TunnelStream
 
@@ -186,7 +186,7 @@ class Bridge:
         try:
             await self._carry(span, client, agent, window)
         finally:
-            del self._spans[span]
+            del self._spans[span], span.client.span, span.agent.span
 
     async def _carry(self, span: _Span, client: TunnelStream, agent: TunnelStream, window: int) -> None:
         client.core.accept(min(agent.core.credit, self._most))
@@ -198,8 +198,7 @@ class Bridge:
         if not span.finished:
             span.task = trio.lowlevel.current_task()
             await trio.lowlevel.wait_task_rescheduled(span.abort)
-        if span.error is not None:
-            raise span.error
+        raise_error_of(span)
 
     async def cut(self, code: str, text: str, seconds: float) -> None:
         """Reset every stream, spread over half the time. If cancelled, what is left is reset at once."""

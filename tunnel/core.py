@@ -211,6 +211,7 @@ class Stream(Line):
         self.session.out.drop(self)
         self.why = (code, text)
         self.session.send_close(self.id, code, text)
+        self._answer = None
         sink = self._close()
         if sink is not None:
             sink.on_reset(code, text)
@@ -228,7 +229,7 @@ class Stream(Line):
         elif self.why is None and self.state in (State.REMOTE_EOF, State.CLOSED):  # else the sink reset it just now
             sink.on_eof()
         if self.state is State.CLOSED:
-            self._sink = None
+            self._sink = self._onward = None
 
     def consumed(self, size: int) -> None:
         """So many received bytes are gone for good: give credit back when there is enough of it."""
@@ -340,5 +341,5 @@ class Stream(Line):
         """Who is to be told; let go of: a circle of objects is freed late, and finding it costs everybody time."""
         self.state = State.CLOSED
         self.session.forget(self)
-        sink, self._sink = self._sink, None
+        sink, self._sink, self._onward = self._sink, None, None
         return sink

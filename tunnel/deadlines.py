@@ -6,7 +6,7 @@ task for all deadlines, which sleeps until the first of them.
 Rules that hold here:
 
 - A call is made once and not before its time; those of the same time in the order in which they were asked for.
-- What is taken back keeps nothing alive, and is forgotten when nothing older waits.
+- What is taken back keeps nothing alive, and is forgotten before it is more than a thousand, or what still waits.
 - A fault in one call costs the others nothing.
 
 This file must not know what is too late then, or for whom.
@@ -24,6 +24,8 @@ import trio
 from tunnel import logs
 
 log = logs.get_logger(__name__)
+
+_CROWD = 1024  # so many wait, and those that were taken back are looked for
 
 
 class Deadline:
@@ -48,6 +50,7 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._waiting: list[tuple[float, int, Deadline]] = []  # a heap
+        self._crowd = _CROWD
         self._numbers = count()
         self._scope = trio.CancelScope()  # in which the task sleeps
         self._wakes = math.inf  # when it ends
@@ -58,6 +61,8 @@ class Deadlines:
     def at(self, when: float, call: Callable[[], None]) -> Deadline:
         """Have ``call`` called at that time of trio's clock, or as soon as possible if it is past."""
         self._forget()
+        if len(self._waiting) >= self._crowd:
+            self._forget_all()
         deadline = Deadline(when, call)
         heapq.heappush(self._waiting, (when, next(self._numbers), deadline))
         if when < self._wakes:
@@ -68,6 +73,11 @@ class Deadlines:
         """Whatever was taken back, and is the first."""
         while self._waiting and self._waiting[0][2].call is None:
             heapq.heappop(self._waiting)
+
+    def _forget_all(self) -> None:
+        self._waiting = [each for each in self._waiting if each[2].call is not None]
+        heapq.heapify(self._waiting)
+        self._crowd = max(_CROWD, 2 * len(self._waiting))
 
     async def run(self) -> None:
         """Make the calls."""

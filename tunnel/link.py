@@ -37,6 +37,7 @@ from tunnel.errors import (
     LinkStopped,
     RemoteProtocolError,
     TunnelError,
+    raise_error_of,
 )
 from tunnel.frames import DATA_BODY_OVERHEAD, Close, Decoder, DialReq, Packet, Ping, Pong, Welcome, milliseconds
 from tunnel.handshake import Handshake
@@ -380,8 +381,7 @@ class Link:
         self.flush()
         dial.deadline = self._deadlines.at(trio.current_time() + seconds, dial.late)
         await trio.lowlevel.wait_task_rescheduled(dial.abort)
-        if dial.error is not None:
-            raise dial.error
+        raise_error_of(dial)
         return TunnelStream(dial.stream, self.outflow)
 
 

@@ -30,7 +30,7 @@ from collections import deque
 import trio
 
 from tunnel import logs, turns
-from tunnel.errors import StreamReset
+from tunnel.errors import StreamReset, raise_error_of
 from tunnel.poller import HUNG_UP, READ, WRITE
 from tunnel.stream import TunnelStream
 
@@ -358,8 +358,7 @@ class Switchboard:
         if not joint.finished:
             joint.task = trio.lowlevel.current_task()
             await trio.lowlevel.wait_task_rescheduled(joint.abort)
-        if joint.error is not None:
-            raise joint.error
+        raise_error_of(joint)
 
     async def cut(self, code: str, text: str, seconds: float) -> None:
         """Reset every stream, spread over half the time, and each socket when what it took is delivered.

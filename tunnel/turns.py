@@ -30,6 +30,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import trio
 
 from tunnel import deadlines, logs
+from tunnel.errors import raise_error_of
 from tunnel.poller import HUNG_UP, READ, WRITE, Poller, new_poller
 
 log = logs.get_logger(__name__)
@@ -253,7 +254,7 @@ class _Services:
 class _Service(Generic[T]):
     """A call that is made while its task is parked. The task is woken by a result, or by an error."""
 
-    __slots__ = ("_call", "_error", "_result", "_services", "_task", "mask")
+    __slots__ = ("_call", "_result", "_services", "_task", "error", "mask")
 
     def __init__(self, services: _Services, mask: int, call: Callable[[], T | None]) -> None:
         self.mask = mask
@@ -261,7 +262,7 @@ class _Service(Generic[T]):
         self._call = call
         self._task = trio.lowlevel.current_task()
         self._result: T | None = None
-        self._error: Exception | None = None
+        self.error: Exception | None = None
 
     def call(self) -> None:
         """The socket is ready."""
@@ -276,7 +277,7 @@ class _Service(Generic[T]):
     def over(self, result: T | None = None, error: Exception | None = None) -> None:
         """Wake the task."""
         if self._services.remove(self):
-            self._result, self._error = result, error
+            self._result, self.error = result, error
             trio.lowlevel.reschedule(self._task)
 
     def late(self) -> None:
@@ -290,8 +291,7 @@ class _Service(Generic[T]):
 
     def outcome(self) -> T:
         """What the task is woken for."""
-        if self._error is not None:
-            raise self._error
+        raise_error_of(self)
         assert self._result is not None  # noqa: S101  # for the type checker
         return self._result
 
