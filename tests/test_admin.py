@@ -648,7 +648,7 @@ async def test_an_agent_switched_to_draining_at_one_server_is_stopped_without_a_
 
     old.life.leave()
     assert await ended(old) == 0
-    assert (old.life.cuts, old.refused) == (0, 0)
+    assert (old.life.cuts, old.dials.failed["refused_draining"]) == (0, 0)
     for house.server in (first, second):
         assert {code for code, _ in house.server.backends.dials} == {"ok"}
         assert house.server.backends.fallbacks == 0

@@ -396,7 +396,7 @@ async def test_a_dial_that_comes_after_the_last_word_is_served_by_another(house:
     for _ in range(10):
         assert await talks(await house.connect(echoes.target))
     assert (gone.dials.served, other.dials.served) == (0, 10)
-    assert gone.refused == house.server.backends.redispatched["refused_draining"] > 0
+    assert gone.dials.failed["refused_draining"] == house.server.backends.redispatched["refused_draining"] > 0
 
 
 async def test_a_dial_that_comes_after_the_last_word_of_the_only_agent_is_503_at_once(

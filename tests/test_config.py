@@ -7,13 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunnel.address import ListenAddress, Target
-from tunnel.config import AgentConfig, Forward, ServerConfig, Timeouts, parse_duration
+from tunnel.config import AgentConfig, Forward, ServerConfig, Timeouts, check_exposed, parse_duration
 from tunnel.errors import ConfigError
+
+
+def check(config: ServerConfig) -> None:
+    """As the program does."""
+    check_exposed(config.exposed(), config.insecure)
 
 
 def test_the_defaults_are_not_exposed() -> None:
     assert ServerConfig().exposed() == []
-    ServerConfig().check()
+    check(ServerConfig())
 
 
 def test_each_option_that_others_can_reach_is_named() -> None:
@@ -32,11 +37,11 @@ def test_each_option_that_others_can_reach_is_named() -> None:
 
 def test_an_exposed_server_is_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigError, match=r"--listen 0\.0\.0\.0:1: .*no credentials.*--insecure"):
-        ServerConfig(listen=ListenAddress("0.0.0.0", 1)).check()
+        check(ServerConfig(listen=ListenAddress("0.0.0.0", 1)))
 
 
 def test_an_exposed_server_may_be_insecure_on_purpose() -> None:
-    ServerConfig(listen=ListenAddress("0.0.0.0", 1), insecure=True).check()
+    check(ServerConfig(listen=ListenAddress("0.0.0.0", 1), insecure=True))
 
 
 def test_no_front_end_is_no_exposure() -> None:

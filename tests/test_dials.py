@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 import trio
 from house import (
+    PROMPT,
     Held,
     House,
     echo,
@@ -26,7 +28,7 @@ from tunnel.agent import Agent
 from tunnel.client import Client
 from tunnel.config import AgentConfig
 from tunnel.connect import Connector
-from tunnel.errors import AddressError, Denied, Refused, StreamReset
+from tunnel.errors import CUT, AddressError, Denied, Refused, StreamReset
 from tunnel.frames import (
     Close,
     DialReq,
@@ -301,3 +303,34 @@ async def test_of_services_those_whose_targets_are_allowed_are_called(house: Hou
     assert await talks(await client.dial("svc.internal", 7))
     with pytest.raises(Denied):
         await client.dial("other.internal", 7)
+
+
+async def test_a_dial_to_a_service_that_was_given_up_before_it_began_is_no_fault(
+    house: House, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    called: list[object] = []
+
+    async def service(stream: trio.abc.HalfCloseableStream) -> None:
+        called.append(stream)
+
+    agent = await house.agent(services={"svc.internal:7": service})
+    (link,) = agent.sync.links.values()
+    link.session.receive_packet(DialReq(1, "svc.internal", 7, 65536, 10_000, {}))
+    link.session.receive_packet(Close(1, "cancelled", ""))
+    await agent.life.open.wait_value(0)
+    assert called == []
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+async def test_a_service_that_is_cut_is_reset_as_cut(house: House, client: Client) -> None:
+    async def forever(stream: trio.abc.HalfCloseableStream) -> None:
+        while await stream.receive_some():
+            pass
+
+    agent = await house.agent(services={"svc.internal:7": forever}, timeouts=replace(PROMPT, shutdown=0.5))
+    stream = await client.dial("svc.internal", 7)
+    agent.life.leave()
+    with pytest.raises(trio.BrokenResourceError) as caught:
+        await stream.receive_some()
+    assert isinstance(caught.value.__cause__, StreamReset)
+    assert caught.value.__cause__.code == CUT

@@ -901,7 +901,7 @@ async def test_after_final_a_dial_is_refused_and_counted(autojump_clock: MockClo
     assert [packet.phase for packet in packets if isinstance(packet, Drain)] == ["soft", "final"]
     await peer.send(DialReq(1, "db.internal", 5432, 65536, 1000, {}))
     (answer,) = [packet for packet in await seen(peer) if isinstance(packet, DialRsp)]
-    assert (answer.stream, answer.code, site.agent.refused) == (1, "refused_draining", 1)
+    assert (answer.stream, answer.code, site.agent.dials.failed["refused_draining"]) == (1, "refused_draining", 1)
 
 
 async def test_final_is_said_only_when_every_server_knows(autojump_clock: MockClock, site: Site) -> None:
@@ -932,4 +932,4 @@ async def test_a_dial_that_arrives_while_draining_is_counted_as_late(autojump_cl
     site.agent.drain()
     await peer.send(DialReq(1, "", 1, 65536, 1000, {}))
     await wait_all_tasks_blocked()
-    assert (site.agent.late, site.agent.refused) == (1, 0)
+    assert (site.agent.late, site.agent.dials.failed["refused_draining"]) == (1, 0)

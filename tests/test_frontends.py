@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 import trio
 from house import (
+    PROMPT,
     Held,
     House,
     Service,
@@ -524,3 +526,32 @@ async def test_a_thousand_dials_that_are_answered_when_their_caller_has_gone_lea
     await echoes.open.wait_value(0)
     await house.idle()
     assert (tasks(), descriptors()) == before
+
+
+async def test_a_connect_that_is_still_dialled_at_the_cut_is_answered(house: House, held: Held) -> None:
+    server = await house.serve(timeouts=replace(PROMPT, shutdown=0.5))
+    await house.agent()
+    client = await house.ask(through(house.closed_port()))
+    await held.arrived.wait_value(1)
+    server.life.leave()
+    assert (await refusal(client))[0] == 503
+
+
+async def test_a_dial_that_times_out_counts_for_the_agent_that_was_asked(house: House, held: Held) -> None:
+    server = await house.serve(dial_timeout=0.05)
+    await house.agent()
+    client = await house.ask(through(house.closed_port()))
+    assert (await refusal(client))[0] == 504
+    assert server.backends.dials == {("timeout", "active"): 1}
+
+
+async def test_a_clients_target_is_spelled_like_any_other(house: House, held: Held) -> None:
+    server = await house.serve()
+    await house.agent(services={"[2001:db8::1]:80": _forever})
+    async with house.client() as client:
+        await client.dial("2001:db8::1", 80)
+        assert [entry.target for entry in server.book.entries.values()] == ["[2001:db8::1]:80"]
+
+
+async def _forever(stream: trio.abc.HalfCloseableStream) -> None:
+    await trio.sleep_forever()

@@ -7,7 +7,9 @@ import hashlib
 import os
 import random
 import struct
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -35,7 +37,7 @@ from tunnel.frames import (
     Welcome,
     data_header,
 )
-from tunnel.handshake import AcceptingHandshake, DiallingHandshake
+from tunnel.handshake import AcceptingHandshake, DiallingHandshake, welcome
 from tunnel.identity import Identity
 from tunnel.link import Link
 from tunnel.stream import TunnelStream
@@ -77,6 +79,39 @@ class TestHandshake:
     async def test_both_sides_know_each_other(self, links: LinkPair) -> None:
         for mine, theirs in ((links.server, links.agent), (links.agent, links.server)):
             assert mine.peer == theirs._handshake.me
+
+    async def test_a_welcome_that_comes_while_it_says_that_it_waited_too_long_is_too_late(
+        self, autojump_clock: MockClock, nursery: trio.Nursery
+    ) -> None:
+        near, far = lockstep_stream_pair()
+        link = Link(StreamTransport(near), DiallingHandshake(AGENT), limits=Limits(), timeouts=Timeouts())
+
+        async def peer() -> None:
+            await far.receive_some()
+            await trio.sleep(Timeouts().handshake + 0.5)  # its CLOSE is not read
+            await far.send_all(welcome(SERVER, 1).encode())
+
+        nursery.start_soon(peer)
+        with pytest.raises(LinkClosed, match="longer than"):
+            await nursery.start(link.run)
+        assert link.peer is None
+
+    async def test_a_welcome_that_is_there_when_the_time_is_over_is_in_time(
+        self, nursery: trio.Nursery, tcp_pair: TcpPair
+    ) -> None:
+        near, far = tcp_pair()
+        timeouts = replace(Timeouts(), handshake=0.02)
+        link = Link(SocketTransport(near), DiallingHandshake(AGENT), limits=Limits(), timeouts=timeouts)
+
+        async def peer() -> None:
+            await trio.lowlevel.wait_readable(far)
+            far.send(welcome(SERVER, 1).encode())
+            time.sleep(0.03)  # noqa: ASYNC251  # the whole loop stalls until then
+
+        nursery.start_soon(peer)
+        await nursery.start(link.run)
+        assert link.peer is not None
+        link.drop("over")
 
     @pytest.mark.parametrize("role", ["server", "agent"])
     async def test_a_silent_peer_is_given_up(self, make_raw: MakeRaw, autojump_clock: MockClock, role: str) -> None:

@@ -19,12 +19,18 @@ from tunnel.config import (
     AgentConfig,
     ServerConfig,
     UnixAddress,
+    check_exposed,
     parse_admin_address,
 )
 from tunnel.errors import ConfigError
 
 EVERYWHERE = ListenAddress("0.0.0.0", 7402)
 Type = Callable[..., Result]
+
+
+def check(config: ServerConfig) -> None:
+    """As the program does."""
+    check_exposed(config.exposed(), config.insecure)
 
 
 @pytest.fixture
@@ -134,12 +140,12 @@ def test_what_cannot_be_used_is_named_and_ends_in_exit_2(
 def test_an_interface_that_others_can_reach_is_exposed_unless_it_has_a_token(token_file: Path) -> None:
     assert ServerConfig(admin=AdminConfig(EVERYWHERE)).exposed() == ["--admin 0.0.0.0:7402"]
     with pytest.raises(ConfigError, match=r"--admin 0\.0\.0\.0:7402: .*--insecure"):
-        ServerConfig(admin=AdminConfig(EVERYWHERE)).check()
+        check(ServerConfig(admin=AdminConfig(EVERYWHERE)))
     assert ServerConfig(admin=AdminConfig(EVERYWHERE), token_file=str(token_file)).exposed() == []
 
 
 def test_a_server_may_be_exposed_on_purpose() -> None:
-    ServerConfig(admin=AdminConfig(EVERYWHERE), insecure=True).check()
+    check(ServerConfig(admin=AdminConfig(EVERYWHERE), insecure=True))
 
 
 def test_an_agent_may_not(token_file: Path) -> None:

@@ -1,7 +1,8 @@
 """The agent: links to servers, and connects the streams they ask for to targets.
 
     STARTING --start--> READY --drain--> DRAINING --all acked, none open or pending--> DRAINED
-    READY, DRAINING, DRAINED --life.leave()--> STOPPING        DRAINING, DRAINED --undrain--> READY
+    DRAINED --a dial came all the same--> DRAINING             DRAINING, DRAINED --undrain--> READY
+    READY, DRAINING, DRAINED --life.leave()--> STOPPING
 
 Rules that hold here:
 
@@ -86,7 +87,6 @@ class Agent:
         draining: what servers were told about leaving, and what they acknowledged.
         dials: what serves dials, with their counts.
         late: how many dials arrived while it drained, and were served.
-        refused: how many were sent back because they arrived after the end of that.
         carried: what links have carried that are not there any more.
         drains: how long operators' drains took, by how they ended: ``drained`` or ``undone``.
 
@@ -103,7 +103,7 @@ class Agent:
         self.life = Lifecycle(self, config.timeouts.shutdown)
         self.linked = trio.Event()
         self.state: AsyncValue[AgentState] = AsyncValue(AgentState.STARTING)
-        self.late = self.refused = 0
+        self.late = 0
         self.carried = Traffic()
         self.drains = {outcome: Histogram(1, 5, 15, 60, 300, 900, 3600) for outcome in ("drained", "undone")}
         self.instance = new_instance()
@@ -120,7 +120,7 @@ class Agent:
             self._link_failed,
             self.secure.transport,
         )
-        self.draining = AgentDrain(self.sync.links.values, lambda: (self.remaining, self.life.open.value))
+        self.draining = AgentDrain(self.sync.links.values, self._left)
         self._changed = trio.Event()  # a drain began or ended
         self._began: float | None = None  # when the drain began that is under way
         self._until = math.inf  # when an operator's drain is over at the latest
@@ -174,7 +174,11 @@ class Agent:
 
     async def cut(self, seconds: float) -> None:
         """See ``lifecycle.Program``."""
-        await self._board.cut(CUT, "the agent is leaving, and the time is over", seconds)
+        text = "the agent is leaving, and the time is over"
+        try:
+            await self._board.cut(CUT, text, seconds)
+        finally:
+            self.dials.cut(CUT, text)
 
     async def close(self, seconds: float) -> None:
         """See ``lifecycle.Program``."""
@@ -184,16 +188,20 @@ class Agent:
 
     def tally(self) -> dict[str, int]:
         """See ``lifecycle.Program``."""
-        return {"late": self.late, "refused": self.refused}
+        return {"late": self.late, "refused": self.dials.failed[RefusedDraining.code]}
 
     # -- draining
 
     @property
     def remaining(self) -> float:
-        """Seconds until what is open is cut, if the agent leaves; else until an operator's drain should be over."""
+        """Seconds until the exit at the latest, if the agent leaves; else until an operator's drain should be over."""
         if self.life.leaving or math.isinf(self._until):
             return self.life.remaining
         return max(0.0, self._until - trio.current_time())
+
+    def _left(self) -> tuple[float, int]:
+        """What servers are told of a drain: seconds that are left, 0 for no end, and what is open."""
+        return self.remaining if self.limited else 0.0, self.life.open.value
 
     @property
     def limited(self) -> bool:
@@ -394,8 +402,7 @@ class Agent:
             return
         if self.draining.phase is DrainPhase.FINAL or not self.life.spawn(self.dials.serve, stream, request, place):
             place.leave()
-            self.refused += 1
-            stream.refuse(RefusedDraining("the agent has left"))
+            self.dials.refuse(stream, RefusedDraining("the agent has left"))
         else:
             self.late += self.draining.draining
             if self.state.value is AgentState.DRAINED:  # not any more, not for one turn

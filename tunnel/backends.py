@@ -320,9 +320,6 @@ class Backends:
         try:
             stream, backend = await self._dial(target, seconds, agent, window)
             code, asked = "ok", backend.state.value
-        except trio.TooSlowError:
-            code = DialTimeout.code
-            raise DialTimeout(f"{target}: no answer within {seconds:g} s") from None
         except DialError as error:
             code, asked = error.code, error.state
             raise
@@ -337,14 +334,14 @@ class Backends:
         deadline = trio.current_time() + seconds
         decision = self.decide(target, agent)
         try:
-            return await self._dial_through(decision, target, seconds, window), decision.backend
+            return await self._dial_through(decision, target, seconds, seconds, window), decision.backend
         except (LinkLost, RefusedDraining, TooMany) as error:
             first = error
         decision = self._decide_again(decision, target, agent, first)
         self.redispatched[first.code] += 1
         log.debug("dial goes to another", target=target, agent=decision.backend.name, cause=first.code)
         left = deadline - trio.current_time()
-        return await self._dial_through(decision, target, left, window), decision.backend
+        return await self._dial_through(decision, target, left, seconds, window), decision.backend
 
     def _decide_again(self, tried: Decision, target: Target, agent: str | None, error: DialError) -> Decision:
         try:
@@ -355,16 +352,18 @@ class Backends:
             raise
 
     async def _dial_through(
-        self, decision: Decision, target: Target, seconds: float, window: int | None
+        self, decision: Decision, target: Target, left: float, seconds: float, window: int | None
     ) -> TunnelStream:
         agent = decision.backend.name
         if decision.fallback:
             self._note_fallback(decision.backend, target)
         try:
-            stream = await decision.backend.link.dial(target.host, target.port, seconds=seconds, window=window)
+            stream = await decision.backend.link.dial(target.host, target.port, seconds=left, window=window)
         except DialError as error:
-            error.agent, error.state = agent, decision.backend.state.value
+            _asked(error, decision.backend)
             raise
+        except trio.TooSlowError:
+            raise _asked(DialTimeout(f"{target}: no answer within {seconds:g} s"), decision.backend) from None
         stream.via = agent
         log.debug("dialled", target=target, agent=agent, strategy=decision.strategy, key=decision.key)
         return stream
@@ -378,3 +377,9 @@ class Backends:
     def named(self, agent: str) -> list[Backend]:
         """All backends of one name, whatever their state; FINAL ones are not among them."""
         return self.index.named(agent)
+
+
+def _asked(error: DialError, backend: Backend) -> DialError:
+    """The same error, which says who was asked."""
+    error.agent, error.state = backend.name, backend.state.value
+    return error

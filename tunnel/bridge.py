@@ -100,6 +100,10 @@ class _Alone:
         """There is nothing to send."""
 
 
+def _nowhere(packet: Credit | Ping | Pong) -> None:
+    """The real end has gone."""
+
+
 class _Span:
     """Both streams, and the task that owns them."""
 
@@ -124,6 +128,7 @@ class _Span:
     def reset(self, end: _End, code: str, text: str) -> None:
         """One end was reset by its peer, or its link has gone."""
         if code == LinkLost.code and end is self.client and end.ended:
+            end.other.lead_on(_nowhere)
             end.other.attach(_Alone(self, end.other))
             return
         end.other.reset(code, text)

@@ -3,7 +3,7 @@
 Rules that hold here:
 
 - Sizes are bytes, times are seconds; the field says so only where it is something else.
-- A config object that exists is well-formed. Whether it is *safe* is a question of its own: ``ServerConfig.check()``.
+- A config object that exists is well-formed. Whether it is *safe* is a question of its own: ``check_exposed``.
 - Every failure is a ``ConfigError`` that names where the input was, the input, and what is taken.
 
 This file must not know the command line, or files that configure a program.
@@ -92,8 +92,8 @@ class Timeouts:
     """Bounds on waiting, in seconds.
 
     Attributes:
-        handshake: from the TCP connection to a usable link.
-        keepalive: a PING goes out after so much silence; after three times that, the link is dead.
+        handshake: for the connection and its TLS, and as much again from there to a usable link.
+        keepalive: between two PINGs; three such times in a row in which nothing came, and the link is dead.
         head: from the accepted connection to the end of its CONNECT request head.
         shutdown: from the signal to leave to the exit; what open streams get, but for the last steps.
         backoff_first: bound of the random delay before the first reconnect; doubles with each failure.
@@ -235,14 +235,6 @@ class ServerConfig:
             doors.insert(0, ("--listen", self.listen, str(self.listen)))
         exposed = [f"{option} {text}" for option, address, text in doors if not address.is_loopback]
         return exposed + ([] if self.token_file else self.admin.exposed())
-
-    def check(self) -> None:
-        """Refuse to serve strangers unless told to.
-
-        Raises:
-            ConfigError: an address is not loopback, and ``insecure`` is not set.
-        """
-        check_exposed(self.exposed(), self.insecure)
 
 
 def check_exposed(exposed: Sequence[str], insecure: bool) -> None:

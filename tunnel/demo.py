@@ -162,11 +162,11 @@ async def _fall_back(demo: Demo) -> None:
 async def _replace(demo: Demo, nursery: trio.Nursery) -> None:
     """Roll every agent, one by one, under requests that go on."""
     answered = 0
-    rolling = trio.CancelScope()
+    rolled = trio.Event()
 
     async def ask() -> None:
         nonlocal answered
-        while not rolling.cancel_called:
+        while not rolled.is_set():
             await demo.get("/")
             answered += 1
 
@@ -177,7 +177,7 @@ async def _replace(demo: Demo, nursery: trio.Nursery) -> None:
             await old.life.phase.wait_value(Phase.EXIT)
             demo.agents.remove(old)
             await trio.sleep(_BETWEEN)
-        rolling.cancel()
+        rolled.set()
 
     names = " and ".join(agent.config.name for agent in demo.agents)
     print(f"\n--> replacing {names} by new agents, as a rollout does, under steady requests")

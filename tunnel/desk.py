@@ -221,8 +221,7 @@ class AgentDesk:
     def counts(self) -> Counts:
         """Numbers for metrics. Of an agent's dials none asked a backend."""
         agent, dials = self._agent, self._agent.dials
-        refused = {"refused_draining": agent.refused} if agent.refused else {}
-        results = {"ok": dials.served, **refused, **dials.failed}
+        results = {"ok": dials.served, **dials.failed}
         links = list(agent.sync.links.values())
         return {
             "open_streams": len(dials.book.entries),

@@ -99,11 +99,18 @@ class Dials:
             place.answered()
         if carry is not None:
             self.served += 1
-            with self.book.entry("dial", f"{request.host}:{request.port}", "", stream.core):
+            with self.book.entry("dial", request.target, "", stream.core):
                 await carry()
+
+    def cut(self, code: str, text: str) -> None:
+        """Reset what is still open: what services of this process talk on."""
+        for entry in list(self.book.entries.values()):
+            entry.stream.reset(code, text)
 
     async def _open(self, stream: TunnelStream, request: DialReq) -> Carry | None:
         """Accept the stream, and say how to carry it; None if it was given up."""
+        if stream.core.state is not State.DIALLING:  # given up already
+            return None
         target = Target(request.host, request.port)
         if self._services is None:
             return await self._connect(stream, target, request.ms / 1000)
@@ -116,8 +123,6 @@ class Dials:
         return partial(_serve_here, service, stream, target)
 
     async def _connect(self, stream: TunnelStream, target: Target, seconds: float) -> Carry | None:
-        if stream.core.state is not State.DIALLING:  # given up already
-            return None
         attempt = self._connector.begin(target.host, target.port)
         if attempt is not None and attempt.over:
             sock: socket.socket | None = attempt.sock
@@ -144,7 +149,7 @@ class Dials:
 
     def _fail(self, stream: TunnelStream, request: DialReq, error: DialError) -> None:
         if stream.core.state is State.DIALLING:  # still wanted
-            log.info("dial failed", target=f"{request.host}:{request.port}", code=error.code, cause=error.text)
+            log.info("dial failed", target=request.target, code=error.code, cause=error.text)
             self.refuse(stream, error)
 
     async def _join(self, sock: socket.socket, stream: TunnelStream, target: Target) -> None:

@@ -112,6 +112,11 @@ class DialReq(Packet):
     ms: int
     options: dict[str, Any]
 
+    @property
+    def target(self) -> str:
+        """Where to, as people write it; it is not checked."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
 
 @dataclass(frozen=True, slots=True)
 class DialRsp(Packet):

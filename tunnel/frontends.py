@@ -28,7 +28,7 @@ from tunnel.bridge import Bridge
 from tunnel.config import Forward, Timeouts, parse_agent_name
 from tunnel.core import State
 from tunnel.credentials import Token
-from tunnel.errors import CUT, ConfigError, Denied, DialError, DialProtocolError, StreamReset
+from tunnel.errors import CUT, ConfigError, Denied, DialError, DialProtocolError, RefusedDraining, StreamReset
 from tunnel.frames import DialReq
 from tunnel.http_connect import ESTABLISHED, BadRequest, ConnectRequest, Head
 from tunnel.listen import Handler, source_of
@@ -101,6 +101,11 @@ class FrontEnds:
                 await _refuse(sock, head.reply(error.status, str(error)))
             except DialError as error:
                 await _refuse(sock, head.reply(error.http_status, f"{error.code}: {error.text}"))
+            except trio.Cancelled:  # who waits for an answer gets one; the socket of a stream is closed by now
+                if head.begun:
+                    with contextlib.suppress(OSError):
+                        sock.send(head.reply(503, f"{RefusedDraining.code}: the server was stopped"))
+                raise
 
     async def _read_head(self, sock: socket.socket, head: Head) -> ConnectRequest | None:
         """The request; None if the client left without one."""
@@ -169,7 +174,7 @@ class ClientLinks:
             try:
                 through = await self._dial(request, window, token)
             except DialError as error:
-                _log_failed("client", f"{request.host}:{request.port}", error)
+                _log_failed("client", request.target, error)
                 stream.refuse(error)
                 return
         place.answered()
@@ -178,7 +183,7 @@ class ClientLinks:
         if stream.core.state is not State.DIALLING:  # given up while the answer was on its way
             through.reset("cancelled", "the dial was given up")
             return
-        target = f"{request.host}:{request.port}"
+        target = request.target
         with self._book.entry("client", target, through.via, through.core):
             try:
                 await self._bridge.join(stream, through, window)

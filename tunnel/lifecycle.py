@@ -1,8 +1,8 @@
 """How a server or an agent lives and leaves: three nested nurseries, ordered phases, one budget.
 
-    STARTING --start() returned--> READY --leave()--> LAME_DUCK --its time is over--> DRAINING
-    DRAINING --none open and all links know--> CLOSING        DRAINING --its time is over, or cut()--> CUT --> CLOSING
-    CLOSING --links said goodbye--> EXIT                      LAME_DUCK --cut()--> CUT
+    STARTING --start() returned--> READY --leave()--> LAME_DUCK, if it has one --its time is over--> DRAINING
+    DRAINING --none open and all links know--> CLOSING --links said goodbye--> EXIT
+    DRAINING --its time is over--> CUT --> CLOSING        any before CUT --cut()--> CUT, or CLOSING if nothing is open
 
 ``background > connections > accepting``: what is inside ends first. On leaving, the program announces it; after the
 lame duck, if it has one, ``accepting`` is cancelled (nothing new arrives by itself); links are told (``soft``); open
@@ -15,7 +15,7 @@ Rules that hold here:
 - The cut is a deadline on the scope of ``connections``, never a loop over tasks. Before it, the program may end streams
   in its own, gentler way (``cut``).
 - A connection that has ended may have left bytes on a link: leaving waits for those too.
-- Connections are counted by ``spawn``; between the count reaching zero and ``final`` there is no checkpoint, so none
+- Connections are counted by ``spawn``; between the last look at the count and ``final`` there is no checkpoint, so none
   can slip in and be lost.
 
 This file must not know links, sockets, streams or signals: the programs give it their steps.
@@ -180,7 +180,6 @@ class Lifecycle:
     def leave(self, exit_code: int = EXIT_DONE) -> None:
         """Begin to leave. No effect when that has begun."""
         if not self.leaving:
-            self._began = trio.current_time()
             self.exit_code = exit_code
             self._began = trio.current_time()
             self._leaving.set()

@@ -55,7 +55,7 @@ _MISSES = 3  # silent keepalive intervals that end a link
 
 def refuse_dials(stream: TunnelStream, request: DialReq) -> None:
     """The ``on_dial`` of a link whose peer never asks for streams."""
-    raise RemoteProtocolError(f"DIAL_REQ for {request.host!r:.80} on a link that takes none")
+    raise RemoteProtocolError(f"DIAL_REQ for {request.target!r:.80} on a link that takes none")
 
 
 def ignore_control(packet: Packet) -> None:
@@ -207,6 +207,7 @@ class Link:
             self.flush()
         with trio.move_on_after(self._timeouts.handshake):
             await self._linked.wait()
+        if self._linked.is_set():  # be it in the very moment in which the time was over
             return
         if first is None:
             self._hit("handshake_time")
@@ -247,9 +248,11 @@ class Link:
             self._farewell = why or LinkStopped(text)
             self._patience = trio.current_time() + seconds
             self.session.send_control(Close(0, code, text))
-            with trio.CancelScope(deadline=self._patience, shield=self._linked.is_set()):
-                await self.outflow.all_sent()
-            self._end(self._farewell)
+            try:
+                with trio.CancelScope(deadline=self._patience, shield=self._linked.is_set()):
+                    await self.outflow.all_sent()
+            finally:
+                self._end(self._farewell)
 
     # -- sending
 
@@ -309,7 +312,7 @@ class Link:
         return not self._pause
 
     def _shake_hands(self, packet: Packet) -> None:
-        if self.why is not None:  # it came with the bytes that were received last
+        if self.why is not None or self._farewell is not None:  # too late: with the last bytes, or after goodbye
             return
         for answer in self._handshake.receive(packet, self._decoder.body):
             self.session.send_control(answer)

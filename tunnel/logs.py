@@ -135,6 +135,8 @@ class _Aside(_Handler):
             self._lines.put_nowait(self.format(record))
         except queue.Full:
             self._lost += 1
+        except Exception:  # whatever making a text of it raises: it is not the caller's to deal with
+            self.handleError(record)
 
     def _write(self) -> None:
         while (line := self._lines.get()) is not None:

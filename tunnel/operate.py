@@ -17,6 +17,7 @@ from typing import Protocol, TypeGuard
 
 from tunnel.address import Target
 from tunnel.credentials import Token
+from tunnel.errors import TunnelError
 from tunnel.readiness import Readiness
 from tunnel.tally import Histogram
 
@@ -80,7 +81,7 @@ class StreamView:
     received: int
 
 
-class TooLate(Exception):
+class TooLate(TunnelError):
     """What was asked for cannot be done any more; the text says why."""
 
 

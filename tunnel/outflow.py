@@ -19,13 +19,15 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from tunnel import turns
+from tunnel import logs, turns
 from tunnel.config import Limits
 from tunnel.errors import LinkClosed, TunnelError
 from tunnel.outbox import Outbox
 from tunnel.transport import BROKEN, Buffer, Transport
 
 _TAKE = 512 * 1024  # bytes taken from the outbox at once: what control packets cannot overtake any more
+
+log = logs.get_logger(__name__)
 
 
 class Outflow:
@@ -65,8 +67,7 @@ class Outflow:
     @property
     def congested(self) -> bool:
         """Whether so much DATA is queued that sockets of this link should not be read now."""
-        out = self._out
-        return out.queued - out.passing > self._high_water
+        return self._out.own_queued > self._high_water
 
     def when_room(self, call: Callable[[], None]) -> None:
         """Have ``call`` called once, when the queue is down to half the high-water mark or the link has ended."""
@@ -78,7 +79,10 @@ class Outflow:
             return False
         calls, self._waiting = self._waiting, {}
         for call in calls:
-            call()
+            try:
+                call()
+            except Exception:  # a fault of ours
+                log.exception("fault when there was room")
         return True
 
     @property

@@ -9,7 +9,7 @@ Rules that hold here:
   all is the better, of two links of a name the one with fewer; ties are random.
 - A lower-priority tier is looked at only when no tier above it has a member in the state that is asked for.
 
-This file must not know strategies, targets, or what a backend is beyond its name, instance, state and open streams.
+This file must not know strategies, targets, or what a backend is beyond its name, instance, priority and streams.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """``reasons`` are words for people and machines; there are none exactly if ``ready``, but for ``notes``."""
+    """``reasons`` are words for people and machines; there are none if ``ready``, but for ``fallback_only``."""
 
     ready: bool
     reasons: tuple[str, ...]

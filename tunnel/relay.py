@@ -351,9 +351,12 @@ class Switchboard:
         """
         joint = _Joint(self, sock, stream, early)
         self._joints[joint] = None
-        stream.core.attach(joint)
-        if not joint.finished:
-            joint.resume()
+        try:
+            stream.core.attach(joint)
+            if not joint.finished:
+                joint.resume()
+        except Exception:  # a fault of ours
+            joint.fault()
         stream.outlet.flush()
         if not joint.finished:
             joint.task = trio.lowlevel.current_task()

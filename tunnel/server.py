@@ -160,7 +160,7 @@ class Server:
         self.life.background.start_soon(self._reap)
 
     async def _say_go_away(self, seconds: float) -> None:
-        links = [link for link in self._links if link.peer is not None]
+        links = self.links
         for link in links:
             self._tell_go_away(link)
             await trio.sleep(seconds / len(links))
@@ -179,9 +179,8 @@ class Server:
 
     async def soft(self) -> None:
         """See ``lifecycle.Program``. Links are told from ``announce`` on, and need not answer."""
-        for link in list(self._links):
-            if link.peer is not None:
-                self._tell_go_away(link)
+        for link in self.links:
+            self._tell_go_away(link)
 
     @property
     def unsent(self) -> bool:
@@ -195,7 +194,7 @@ class Server:
 
     async def final(self) -> None:
         """See ``lifecycle.Program``."""
-        self._unacked = {link: trio.Event() for link in self._links if link.peer is not None}
+        self._unacked = {link: trio.Event() for link in self.links}
         for link in list(self._unacked):  # telling one may find it broken
             link.session.send_control(GoAway("final", milliseconds(self.life.remaining)))
             link.flush()

@@ -62,7 +62,7 @@ class Session:
         windows: what may come.
         pings, dials: how many PINGs and DIAL_REQs have come since whoever looks has set them to 0.
         most_data: longest payload that the peer takes in one frame.
-        frames_received: of streams, so far.
+        frames_received: of DATA, so far; one that arrives in pieces counts once for each.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The sync loop: keeps one link to each server, wherever the servers are found.
 
-    RUNNING --admin drain--> DRAINING --undrain--> RUNNING        RUNNING, DRAINING --stop, or signal--> STOPPED
+    RUNNING --admin drain--> DRAINING --undrain--> RUNNING        RUNNING, DRAINING --run() was cancelled--> STOPPED
 
 A *door* is one configured server name. It may have several addresses, and behind an address may be several servers
 (a load balancer). Servers say how many they are; while fewer are linked, the door's addresses are dialled again. A
@@ -109,7 +109,7 @@ class _Door:
         missing: how many links were lost, or to servers that are leaving, and not replaced since.
         failed: whether an attempt has failed.
         changed: set when there may be something to do.
-        link_lost: set when a link was lost; ends every back-off, since what it waited for may be another now.
+        link_lost: set when a link was lost; ends every wait after a failure, whose server may be another now.
     """
 
     def __init__(self, name: Target, timeouts: Timeouts) -> None:
@@ -141,7 +141,7 @@ class _Door:
         self.changed.set()
 
     def hurry(self) -> None:
-        """End every back-off."""
+        """End every wait after a failure; not that before a lost link is made again."""
         self.link_lost.set()
         self.link_lost = trio.Event()
 

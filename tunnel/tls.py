@@ -80,8 +80,9 @@ class TlsTransport:
             return chunk
 
         def decrypt(count: int) -> bool:
-            nonlocal on
+            nonlocal chunk, on
             self._incoming.write(chunk[:count])
+            chunk = memoryview(b"")
             on = self._hand_over(room, take)
             return on is None
 

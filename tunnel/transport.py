@@ -6,7 +6,7 @@ Rules that hold here:
   bytes go through ``send``. Either way what was not taken is returned, so a frame is never torn.
 - A plain socket's bytes move in calls (``turns.py``): the tasks in ``receive`` and ``send`` run only at the end.
 - Only one task is in ``receive``, and only one in ``send``.
-- Errors of the transport are ``OSError`` or ``trio.BrokenResourceError``; ``BROKEN`` names both.
+- Errors of the transport are ``OSError``, ``trio.BrokenResourceError`` or ``trio.ClosedResourceError``: ``BROKEN``.
 
 This file must not know packets, sessions or links.
 """

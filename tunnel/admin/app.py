@@ -44,6 +44,7 @@ from tunnel.admin.site import (
     duration,
     fields,
     flag,
+    object_of,
     plain,
     seconds,
     step,
@@ -110,7 +111,7 @@ class _Program:
 
     def _drain_object(self) -> dict[str, Any]:
         view = self._operated.drain_view()
-        return {**who_is(self._operated), **_fields_of(view), "rev": _rev(_news(view))}
+        return {**who_is(self._operated), **object_of(view), "rev": _rev(_news(view))}
 
     async def _drain(self, request: Request) -> Response:
         found = await self._until_news(request, self._drain_object)
@@ -317,10 +318,6 @@ def _in_time() -> Iterator[None]:
         yield
     except TooLate as error:
         raise Problem(409, "too_late", str(error)) from None
-
-
-def _fields_of(view: DrainView) -> dict[str, Any]:
-    return {name: getattr(view, name) for name in view.__dataclass_fields__}
 
 
 def _news(drain: DrainView) -> list[object]:

@@ -66,10 +66,11 @@ def answer(content: object, status: int = 200, headers: Mapping[str, str] | None
 
 def as_json(content: object) -> str:
     """One line. Names may hold anything, so it is ASCII."""
-    return json.dumps(content, default=_fields, separators=(",", ":"))
+    return json.dumps(content, default=object_of, separators=(",", ":"))
 
 
-def _fields(value: Any) -> dict[str, object]:
+def object_of(value: Any) -> dict[str, object]:
+    """A view's fields by their names."""
     return {name: getattr(value, name) for name in value.__dataclass_fields__}
 
 
