@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import tomllib
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tunnel.address import Identifier, Target
@@ -350,8 +351,9 @@ def _table(entries: dict[str, Any]) -> str:
 _good: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
     {"id": st.sampled_from(["edge", "laptop"]), "role": st.sampled_from(ROLES), "secret": st.just(SECRET)}
 )
-_changes = st.dictionaries(_keys, _values, max_size=3).filter(lambda changes: SECRET not in str(changes.get("id")))
-_tables = st.builds(lambda good, changes: _table(good | changes), _good | st.just({}), _changes)  # ids are no secrets
+_tables = st.builds(
+    lambda good, changes: _table(good | changes), _good | st.just({}), st.dictionaries(_keys, _values, max_size=3)
+)
 
 
 @st.composite
@@ -364,9 +366,19 @@ def _damaged(draw: st.DrawFn) -> str:
     return "".join(text)
 
 
+def _is_shown(text: str) -> bool:
+    """Whether what should be secret is the name of a token: names are shown."""
+    try:
+        tables = tomllib.loads(text).get("token")
+    except tomllib.TOMLDecodeError:
+        return False
+    return isinstance(tables, list) and any(SECRET in str(table.get("id")) for table in tables if type(table) is dict)
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(text=st.one_of(st.text(), st.lists(_tables, max_size=3).map("".join), _damaged()))
 def test_no_text_raises_anything_but_a_config_error_or_shows_a_secret(write: Write, text: str) -> None:
+    assume(not _is_shown(text))
     path = write(text)
     try:
         tokens = read_tokens(path)
