@@ -27,10 +27,11 @@ from tunnel.address import ListenAddress, Target
 from tunnel.agent import Agent
 from tunnel.agent import Service as InProcess
 from tunnel.client import Client, open_client
-from tunnel.config import AgentConfig, Forward, ServerConfig, Timeouts
+from tunnel.config import AgentConfig, Forward, ServerConfig
 from tunnel.connect import Connector
 from tunnel.http_connect import ESTABLISHED
 from tunnel.lifecycle import Phase
+from tunnel.limits import Timeouts
 from tunnel.link import Link
 from tunnel.server import Server
 

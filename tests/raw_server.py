@@ -9,13 +9,14 @@ from house import (
 
 from tunnel.address import Target
 from tunnel.agent import Agent
-from tunnel.config import AgentConfig, Limits
+from tunnel.config import AgentConfig
 from tunnel.frames import (
     Decoder,
     Packet,
 )
 from tunnel.handshake import welcome
 from tunnel.identity import Identity
+from tunnel.limits import Limits
 
 
 class RawServer:

@@ -32,7 +32,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from tunnel.address import Target
 from tunnel.agent import Agent
-from tunnel.config import AgentConfig, Limits, Timeouts
+from tunnel.config import AgentConfig
 from tunnel.connect import Address, Connector
 from tunnel.drain import DrainPhase
 from tunnel.explain import explain
@@ -48,6 +48,7 @@ from tunnel.frames import (
 )
 from tunnel.http_connect import ESTABLISHED
 from tunnel.lifecycle import Phase
+from tunnel.limits import Limits, Timeouts
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from trio.testing import MockClock, memory_stream_pair, wait_all_tasks_blocked
 
 from tunnel.address import Target
 from tunnel.backends import Backend, Backends
-from tunnel.config import STRATEGIES, Claims, Limits, Timeouts
+from tunnel.config import STRATEGIES, Claims
 from tunnel.errors import DialError, DialTimeout, LinkLost, NoBackend, Refused, RefusedDraining, TooMany
 from tunnel.explain import Explanation, explain
 from tunnel.frames import (
@@ -36,6 +36,7 @@ from tunnel.frames import (
 )
 from tunnel.handshake import AcceptingHandshake, DiallingHandshake
 from tunnel.identity import Identity
+from tunnel.limits import Limits, Timeouts
 from tunnel.link import Link
 from tunnel.pools import BackendState, Bag
 from tunnel.stream import TunnelStream

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from tunnel import bounds as bounds_module
 from tunnel.bounds import Bounds, Crowd, Pace, Rate
-from tunnel.config import Limits, Timeouts
 from tunnel.desk import AgentDesk, ServerDesk
 from tunnel.errors import TooMany
 from tunnel.frames import VERSION, Close, Decoder, DialReq, DialRsp, Hello, Packet, Welcome
 from tunnel.http_connect import ESTABLISHED
 from tunnel.identity import Identity
+from tunnel.limits import Limits, Timeouts
 
 LONG = Timeouts(handshake=60, head=60)
 

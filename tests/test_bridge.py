@@ -32,7 +32,6 @@ from trio.testing import (
 from tunnel import outbox
 from tunnel import secure as secure_module
 from tunnel.bounds import Seat
-from tunnel.config import Limits, Timeouts
 from tunnel.connect import Connector
 from tunnel.core import State, Stream
 from tunnel.errors import CUT, DialError, LinkLost, Refused, StreamReset
@@ -53,6 +52,7 @@ from tunnel.frames import (
 )
 from tunnel.handshake import DiallingHandshake
 from tunnel.identity import Identity
+from tunnel.limits import Limits, Timeouts
 from tunnel.link import Link, refuse_dials
 from tunnel.server import Server
 from tunnel.stream import TunnelStream

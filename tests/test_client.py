@@ -29,7 +29,7 @@ from tunnel import client as client_module
 from tunnel.address import Target
 from tunnel.agent import Agent
 from tunnel.client import Client, open_client
-from tunnel.config import ClientConfig, Limits
+from tunnel.config import ClientConfig
 from tunnel.connect import Attempt, Connector
 from tunnel.errors import (
     AddressError,
@@ -50,6 +50,7 @@ from tunnel.frames import Close, Decoder, DialReq, DialRsp, Eof, GoAway, GoAwayA
 from tunnel.handshake import DiallingHandshake, welcome
 from tunnel.identity import Identity
 from tunnel.lifecycle import Phase
+from tunnel.limits import Limits
 from tunnel.link import Link
 from tunnel.stream import TunnelStream
 

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunnel.address import ListenAddress, Target
-from tunnel.config import AgentConfig, Forward, ServerConfig, Timeouts, check_exposed, parse_duration
+from tunnel.config import AgentConfig, Forward, ServerConfig, check_exposed, parse_duration
 from tunnel.errors import ConfigError
+from tunnel.limits import Timeouts
 
 
 def check(config: ServerConfig) -> None:

@@ -16,7 +16,7 @@ from trio.testing import MockClock, memory_stream_pair, wait_all_tasks_blocked
 from tunnel import secure
 from tunnel.address import Target
 from tunnel.agent import Agent, AgentState
-from tunnel.config import AgentConfig, Limits, Timeouts
+from tunnel.config import AgentConfig
 from tunnel.connect import Address, Connector
 from tunnel.drain import AgentDrain, DrainPhase
 from tunnel.errors import Refused
@@ -37,6 +37,7 @@ from tunnel.frames import (
 from tunnel.handshake import welcome
 from tunnel.identity import Identity
 from tunnel.lifecycle import Lifecycle, Phase
+from tunnel.limits import Limits, Timeouts
 from tunnel.link import Link
 from tunnel.transport import StreamTransport
 

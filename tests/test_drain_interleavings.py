@@ -41,12 +41,13 @@ from tunnel.address import Identifier, ListenAddress, Target
 from tunnel.agent import Agent, AgentState
 from tunnel.backends import Backend, Backends, Decision
 from tunnel.client import Client
-from tunnel.config import AgentConfig, Claims, ClientConfig, Forward, ServerConfig, Timeouts
+from tunnel.config import AgentConfig, Claims, ClientConfig, Forward, ServerConfig
 from tunnel.connect import Address, Connector
 from tunnel.desk import ServerDesk
 from tunnel.drain import AgentDrain, DrainPhase
 from tunnel.errors import DialError, LinkLost, Refused, RefusedDraining, RemoteProtocolError, TunnelError
 from tunnel.lifecycle import Lifecycle, Phase
+from tunnel.limits import Timeouts
 from tunnel.link import Link
 from tunnel.listen import Handler, Spawn
 from tunnel.pools import BackendState

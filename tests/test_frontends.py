@@ -32,10 +32,10 @@ from house import (
 )
 from trio.testing import wait_all_tasks_blocked
 
-from tunnel.config import Timeouts
 from tunnel.connect import Attempt, Connector
 from tunnel.explain import explain
 from tunnel.http_connect import ESTABLISHED
+from tunnel.limits import Timeouts
 
 Enter = Callable[[Talk], Awaitable[tuple[trio.SocketStream, Service]]]
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunnel.address import Identifier
-from tunnel.config import Claims, Limits, Timeouts
+from tunnel.config import Claims
 from tunnel.credentials import Grant, Token, Tokens
 from tunnel.errors import AuthFailed, HandshakeRefused, RemoteProtocolError
 from tunnel.frames import (
@@ -36,6 +36,7 @@ from tunnel.frames import (
 )
 from tunnel.handshake import AcceptingHandshake, DiallingHandshake, Handshake, welcome
 from tunnel.identity import Identity
+from tunnel.limits import Limits, Timeouts
 from tunnel.link import Link
 from tunnel.transport import StreamTransport
 

@@ -13,9 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tunnel.address import Target
-from tunnel.config import Limits
 from tunnel.errors import DIAL_ERRORS
 from tunnel.http_connect import ESTABLISHED, BadRequest, ConnectRequest, Head
+from tunnel.limits import Limits
 
 LIMIT = Limits().head
 HEAD = b"CONNECT db.internal:5432 HTTP/1.1\r\nHost: db.internal:5432\r\nUser-Agent: test\r\n\r\n"

@@ -7,19 +7,17 @@ import hashlib
 import os
 import random
 import struct
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
 import msgpack
 import pytest
 import trio
-from trio.testing import MockClock, lockstep_stream_pair, wait_all_tasks_blocked
+from trio.testing import MockClock, lockstep_stream_pair, memory_stream_pair, wait_all_tasks_blocked
 
 from tunnel import deadlines
-from tunnel.config import Limits, Timeouts
 from tunnel.core import State
 from tunnel.errors import DialError, HandshakeRefused, LinkClosed, LinkLost, LinkStopped, Refused, RemoteProtocolError
 from tunnel.frames import (
@@ -39,6 +37,7 @@ from tunnel.frames import (
 )
 from tunnel.handshake import AcceptingHandshake, DiallingHandshake, welcome
 from tunnel.identity import Identity
+from tunnel.limits import Limits, Timeouts
 from tunnel.link import Link
 from tunnel.stream import TunnelStream
 from tunnel.transport import Buffer, SocketTransport, StreamTransport
@@ -96,22 +95,23 @@ class TestHandshake:
             await nursery.start(link.run)
         assert link.peer is None
 
-    async def test_a_welcome_that_is_there_when_the_time_is_over_is_in_time(
-        self, nursery: trio.Nursery, tcp_pair: TcpPair
+    async def test_a_welcome_in_the_moment_the_time_is_over_is_in_time_or_too_late(
+        self, autojump_clock: MockClock, nursery: trio.Nursery
     ) -> None:
-        near, far = tcp_pair()
-        timeouts = replace(Timeouts(), handshake=0.02)
-        link = Link(SocketTransport(near), DiallingHandshake(AGENT), limits=Limits(), timeouts=timeouts)
-
-        async def peer() -> None:
-            await trio.lowlevel.wait_readable(far)
-            far.send(welcome(SERVER, 1).encode())
-            time.sleep(0.03)  # noqa: ASYNC251  # the whole loop stalls until then
-
-        nursery.start_soon(peer)
-        await nursery.start(link.run)
-        assert link.peer is not None
-        link.drop("over")
+        """trio chooses at random which of two tasks runs first; whichever it is, the other one sees it."""
+        for _ in range(20):
+            near, _far = memory_stream_pair()
+            link = Link(StreamTransport(near), DiallingHandshake(AGENT), limits=Limits(), timeouts=Timeouts())
+            word = welcome(SERVER, 1).encode()
+            over = trio.current_time() + Timeouts().handshake
+            deadlines.of_this_run().at(over, partial(link._decoder.feed, word))
+            try:
+                await nursery.start(link.run)
+            except LinkClosed:
+                assert link.peer is None
+            else:
+                assert link.peer is not None
+                link.drop("over")
 
     @pytest.mark.parametrize("role", ["server", "agent"])
     async def test_a_silent_peer_is_given_up(self, make_raw: MakeRaw, autojump_clock: MockClock, role: str) -> None:

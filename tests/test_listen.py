@@ -16,7 +16,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from tunnel import listen
 from tunnel.address import ListenAddress
 from tunnel.bounds import Bounds, Seat
-from tunnel.config import Limits
+from tunnel.limits import Limits
 from tunnel.listen import BindError, Handler, accept, admitted, bind, bound_address, source_of
 
 if TYPE_CHECKING:

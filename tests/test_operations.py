@@ -13,7 +13,7 @@ import pytest
 
 from tunnel import core, frontends, lifecycle, outbox, programs
 from tunnel.admin.openapi import document
-from tunnel.config import Limits, Timeouts
+from tunnel.limits import Limits, Timeouts
 from tunnel.sync import SyncState
 
 ROOT = Path(__file__).parent.parent

@@ -19,9 +19,9 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from tunnel import turns
-from tunnel.config import Limits
 from tunnel.core import State
 from tunnel.errors import StreamReset
+from tunnel.limits import Limits
 from tunnel.poller import HUNG_UP, SelectorPoller
 from tunnel.pumps import pump
 from tunnel.relay import Switchboard

@@ -37,7 +37,7 @@ from tunnel.agent import AgentState
 from tunnel.backends import Backend
 from tunnel.bridge import Bridge
 from tunnel.client import open_client
-from tunnel.config import Forward, Limits, ServerConfig, Timeouts
+from tunnel.config import Forward, ServerConfig
 from tunnel.credentials import Token
 from tunnel.desk import ServerDesk
 from tunnel.errors import HandshakeRefused, RefusedDraining, StreamReset
@@ -46,6 +46,7 @@ from tunnel.handshake import AcceptingHandshake, DiallingHandshake
 from tunnel.http_connect import ESTABLISHED
 from tunnel.identity import Identity
 from tunnel.lifecycle import Phase
+from tunnel.limits import Limits, Timeouts
 from tunnel.link import Link
 from tunnel.listen import BindError
 from tunnel.server import Server

@@ -11,11 +11,11 @@ import pytest
 import trio
 from trio.testing import check_half_closeable_stream, wait_all_tasks_blocked
 
-from tunnel.config import Limits
 from tunnel.core import State
 from tunnel.errors import StreamReset
 from tunnel.frames import Close, DialReq, Eof, Ping, Pong
 from tunnel.identity import Identity
+from tunnel.limits import Limits
 from tunnel.stream import TunnelStream
 
 if TYPE_CHECKING:

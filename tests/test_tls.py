@@ -26,11 +26,11 @@ from transports import Ends, TransportContract, receive_all, receive_once, send_
 from trio.testing import wait_all_tasks_blocked
 
 from tunnel.certificates import ClientTls, ServerContext, ServerTls, binding_of
-from tunnel.config import Limits, Timeouts
 from tunnel.errors import ConfigError, LinkClosed
 from tunnel.frames import VERSION, Hello
 from tunnel.handshake import AcceptingHandshake, DiallingHandshake
 from tunnel.identity import Identity
+from tunnel.limits import Limits, Timeouts
 from tunnel.link import Link
 from tunnel.reload import Reloaded
 from tunnel.stream import TunnelStream

@@ -15,12 +15,13 @@ import pytest
 
 from tunnel import frames
 from tunnel.address import Identifier
-from tunnel.config import Claims, Limits
+from tunnel.config import Claims
 from tunnel.credentials import Grant, Token
 from tunnel.errors import AuthFailed, HandshakeRefused, RemoteProtocolError
 from tunnel.frames import DATA, Close, Decoder, Hello, Packet, data_header
 from tunnel.handshake import AcceptingHandshake, DiallingHandshake, Handshake
 from tunnel.identity import Identity
+from tunnel.limits import Limits
 
 _VECTORS = Path(__file__).parent / "vectors"
 _NAMES = {

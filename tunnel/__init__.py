@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tunnel.agent import Agent
     from tunnel.certificates import ClientTls, ServerTls
     from tunnel.client import Client, dial, open_client
-    from tunnel.config import AgentConfig, Claims, ClientConfig, Forward, Limits, ServerConfig, Timeouts
+    from tunnel.config import AgentConfig, Claims, ClientConfig, Forward, ServerConfig
     from tunnel.dials import Service
     from tunnel.errors import (
         AddressError,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         TunnelError,
         Unreachable,
     )
+    from tunnel.limits import Limits, Timeouts
     from tunnel.listen import BindError
     from tunnel.patterns import Pattern, Rules
     from tunnel.pumps import pump
@@ -87,6 +88,7 @@ _ROOMS = (
     "address",
     "patterns",
     "certificates",
+    "limits",
     "config",
     "stream",
     "listen",

@@ -2,7 +2,7 @@
 
 Rules that hold here:
 
-- A bound is called what its limit is called (see ``config.Limits``), in metrics, logs and documents. A few have no
+- A bound is called what its limit is called (see ``limits.py``), in metrics, logs and documents. A few have no
   limit that can be set: ``answers``, ``credit``, ``handshake_time`` and ``head_time``.
 - Each time that a bound bites is counted; in the log each says so once a minute at most.
 - Who is turned away costs a look at two numbers.
@@ -19,8 +19,8 @@ from collections.abc import Callable, Hashable
 from typing import Self
 
 from tunnel import logs
-from tunnel.config import Limits
 from tunnel.errors import TooMany
+from tunnel.limits import Limits
 
 log = logs.get_logger(__name__)
 

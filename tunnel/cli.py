@@ -25,10 +25,10 @@ from tunnel.config import (
     ClientConfig,
     Forward,
     ServerConfig,
-    Timeouts,
     check_exposed,
     parse_strategies,
 )
+from tunnel.limits import Timeouts
 from tunnel.options import (
     AGENT_NAME,
     DEFAULTS,

@@ -31,7 +31,7 @@ import trio
 from tunnel import logs
 from tunnel.address import Target
 from tunnel.certificates import ClientTls
-from tunnel.config import ClientConfig, Limits, Timeouts, parse_agent_name
+from tunnel.config import ClientConfig, parse_agent_name
 from tunnel.connect import Connector
 from tunnel.errors import (
     AuthFailed,
@@ -46,6 +46,7 @@ from tunnel.errors import (
 from tunnel.frames import GoAway, GoAwayAck, Packet
 from tunnel.handshake import DiallingHandshake
 from tunnel.identity import Identity, new_instance
+from tunnel.limits import Limits, Timeouts
 from tunnel.link import Link
 from tunnel.secure import Dialling
 from tunnel.stream import TunnelStream

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tunnel.address import Identifier
-from tunnel.config import Claims, Limits, parse_agent_name
+from tunnel.config import Claims, parse_agent_name
 from tunnel.errors import ConfigError, RemoteProtocolError
+from tunnel.limits import Limits
 
 _INSTANCE = re.compile(r"[0-9a-f]{32}\Z")
 

@@ -27,7 +27,6 @@ from trio_util import AsyncValue
 
 from tunnel import deadlines, logs, wiretrace
 from tunnel.bounds import Bounds, Pace
-from tunnel.config import Limits, Timeouts
 from tunnel.core import Stream
 from tunnel.deadlines import Deadline
 from tunnel.errors import (
@@ -42,6 +41,7 @@ from tunnel.errors import (
 from tunnel.frames import DATA_BODY_OVERHEAD, Close, Decoder, DialReq, Packet, Ping, Pong, Welcome, milliseconds
 from tunnel.handshake import Handshake
 from tunnel.identity import Identity
+from tunnel.limits import Limits, Timeouts
 from tunnel.outflow import Outflow
 from tunnel.session import Session
 from tunnel.stream import TunnelStream

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 import trio
 
 from tunnel import logs, turns
-from tunnel.config import Limits
 from tunnel.errors import LinkClosed, TunnelError
+from tunnel.limits import Limits
 from tunnel.outbox import Outbox
 from tunnel.transport import BROKEN, Buffer, Transport
 

@@ -31,7 +31,6 @@ import trio
 
 from tunnel import logs
 from tunnel.address import Target
-from tunnel.config import Timeouts
 from tunnel.connect import Address, Connector
 from tunnel.errors import (
     AuthFailed,
@@ -43,6 +42,7 @@ from tunnel.errors import (
     RemoteProtocolError,
     TunnelError,
 )
+from tunnel.limits import Timeouts
 from tunnel.link import Link
 from tunnel.transport import SocketTransport, Transport
 

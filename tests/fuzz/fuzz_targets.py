@@ -36,8 +36,6 @@ from tunnel import check, frames
 from tunnel.address import Identifier, ListenAddress, Target
 from tunnel.config import (
     Forward,
-    Limits,
-    Timeouts,
     parse_admin_address,
     parse_agent_name,
     parse_destination,
@@ -52,6 +50,7 @@ from tunnel.frames import Auth, Close, Decoder, DialReq, Hello, Packet, data_hea
 from tunnel.handshake import AcceptingHandshake, DiallingHandshake, Handshake
 from tunnel.http_connect import BadRequest, ConnectRequest, Head
 from tunnel.identity import Identity, read_identity
+from tunnel.limits import Limits, Timeouts
 from tunnel.link import Link
 from tunnel.options import file_keys
 from tunnel.patterns import Pattern, Rules
