@@ -705,6 +705,18 @@ async def test_what_a_client_sent_and_ended_is_delivered_when_it_is_lost(memory:
     assert not of_raw.session.out
 
 
+async def test_what_is_for_a_client_that_was_lost_is_not_queued_for_it(memory: Tunnel) -> None:
+    raw, _ = await _sent_and_lost(memory)
+    (span,) = memory.server._bridge._spans
+    gone = span.client.core.session.out
+    waiting = str(gone)
+    await raw.send(Ping(1, 7), Credit(1, 10), Pong(1, 7))
+    assert await raw.next() == Eof(1)
+    assert str(gone) == waiting
+    await raw.send(Eof(1))
+    await memory.idle()
+
+
 async def test_a_target_that_answers_a_client_that_was_lost_is_reset(memory: Tunnel) -> None:
     raw, _ = await _sent_and_lost(memory)
     assert await raw.next() == Eof(1)

@@ -934,3 +934,14 @@ async def test_a_dial_that_arrives_while_draining_is_counted_as_late(autojump_cl
     await peer.send(DialReq(1, "", 1, 65536, 1000, {}))
     await wait_all_tasks_blocked()
     assert (site.agent.late, site.agent.dials.failed["refused_draining"]) == (1, 0)
+
+
+@pytest.mark.parametrize(("seconds", "ms"), [(math.inf, 0), (60.0, 60_000)])
+async def test_servers_are_told_how_long_a_drain_may_take(
+    autojump_clock: MockClock, site: Site, seconds: float, ms: int
+) -> None:
+    """0 is no end."""
+    site.agent.drain(seconds=seconds)
+    said = await site.peers[0].next()
+    assert isinstance(said, Drain)
+    assert said.ms == ms

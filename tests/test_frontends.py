@@ -545,7 +545,7 @@ async def test_a_dial_that_times_out_counts_for_the_agent_that_was_asked(house: 
     assert server.backends.dials == {("timeout", "active"): 1}
 
 
-async def test_a_clients_target_is_spelled_like_any_other(house: House, held: Held) -> None:
+async def test_a_clients_target_is_spelled_like_any_other(house: House) -> None:
     server = await house.serve()
     await house.agent(services={"[2001:db8::1]:80": _forever})
     async with house.client() as client:

@@ -95,6 +95,24 @@ class TestHandshake:
             await nursery.start(link.run)
         assert link.peer is None
 
+    async def test_a_goodbye_that_is_cancelled_before_the_handshake_is_done_ends_the_link(
+        self, nursery: trio.Nursery
+    ) -> None:
+        near, _far = lockstep_stream_pair()  # which takes nothing that is not read
+        link = Link(StreamTransport(near), DiallingHandshake(AGENT), limits=Limits(), timeouts=Timeouts())
+
+        async def run() -> None:
+            with pytest.raises(LinkStopped):
+                await link.run()
+
+        nursery.start_soon(run)
+        await wait_all_tasks_blocked()
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await link.close("leaving", "bye")
+        assert isinstance(link.why, LinkStopped)
+        await link.ended.wait()
+
     async def test_a_welcome_in_the_moment_the_time_is_over_is_in_time_or_too_late(
         self, autojump_clock: MockClock, nursery: trio.Nursery
     ) -> None:
@@ -390,6 +408,25 @@ class TestCongestion:
         while link.session.out.queued:
             await far.receive_some()
         assert calls == [0, 1, 2]
+
+    async def test_a_fault_in_one_that_waits_for_room_costs_the_others_nothing(
+        self,
+        tcp_pair: TcpPair,
+        nursery: trio.Nursery,
+        as_stream: Callable[..., trio.SocketStream],
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        link, far = await _linked_to_a_wall(tcp_pair, nursery, as_stream)
+
+        def fail() -> None:
+            raise RuntimeError("a fault of ours")
+
+        roomy = trio.Event()
+        link.outflow.when_room(fail)
+        link.outflow.when_room(roomy.set)
+        while not roomy.is_set():
+            await far.receive_some()
+        assert [record.levelname for record in caplog.records] == ["ERROR"]
 
     async def test_whoever_waits_for_room_is_called_when_a_reset_empties_the_queue(
         self, tcp_pair: TcpPair, nursery: trio.Nursery, as_stream: Callable[..., trio.SocketStream]

@@ -192,6 +192,13 @@ def test_a_value_that_cannot_be_written_is_of_no_concern_to_the_caller() -> None
     log.error("x", value=Broken())
 
 
+def test_a_line_that_cannot_be_made_is_of_no_concern_to_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", False)  # else logging itself says so on stderr
+    handler = logs._Aside(io.StringIO())
+    handler.emit(logging.LogRecord("library", logging.WARNING, "x.py", 1, "%d things", ("no number",), None))
+    handler.close()
+
+
 def test_an_embedding_program_that_configures_nothing_sees_readable_warnings(caplog: pytest.LogCaptureFixture) -> None:
     log.warning("link failed", attempt=3)
     assert caplog.messages == ['"link failed" attempt=3']

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import hashlib
 import os
@@ -587,6 +588,32 @@ class TestSwitchboard:
         joint.ready(HUNG_UP)
         await there.client.send_all(b"x")
         assert await read_exactly(there.target, 1) == b"x"
+
+    async def test_a_fault_as_it_begins_ends_the_connection_and_is_logged(
+        self,
+        make_links: MakeLinks,
+        tcp_pair: TcpPair,
+        was_reset: Broken,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        board, links = Switchboard(), await make_links("memory")
+        one, other = await links.open()
+        client, sock = tcp_pair()
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "no room to watch one more")
+
+        monkeypatch.setattr(turns.Turns, "watch", full)
+        with pytest.raises(StreamReset, match="internal fault"):
+            await board.join(sock, one)
+        monkeypatch.undo()
+        assert sock.fileno() == -1
+        assert not board._joints
+        await sees_reset(_as_stream(client), was_reset)
+        with pytest.raises(trio.BrokenResourceError):
+            await other.receive_some()
+        assert [record.levelname for record in caplog.records] == ["ERROR"]
 
     async def test_a_fault_ends_one_connection_and_is_logged(
         self,

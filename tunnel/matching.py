@@ -9,6 +9,7 @@ Rules that hold here:
 - Nothing here scans backends. What a look costs depends on the labels of a name and on how many different lengths of
   networks are claimed, not on how many agents there are.
 - An agent that was asked for by name is looked for by that alone.
+- What was found for a host is remembered until a key comes or goes.
 
 This file must not know dialling, links, or how one of a bucket is chosen.
 """

@@ -324,7 +324,7 @@ class Clock(trio.abc.Clock):
 def run(main: Callable[..., Awaitable[T]], *args: object) -> T:
     """``trio.run`` for a program that is all ours: the turns wait, and memory is kept for what is read and sent."""
     _keep_memory()
-    gc.freeze()
+    gc.freeze()  # what was imported is there for good: the collector need not look through it
     return trio.run(main, *args, clock=Clock())
 
 
