@@ -218,7 +218,7 @@ def test_frames_longer_than_the_buffer_mean_the_same_however_they_are_split(
     data = data_header(5, payload) + bytes(payload)
     close = Close(6, "reset", "x" * text).encode()
     parts = [close, data] if text_first else [data, close]
-    seen = Reader().read(*_cut(b"".join([*parts, Ping(0, 1).encode()]), points))
+    seen = Reader(MAX_U32).read(*_cut(b"".join([*parts, Ping(0, 1).encode()]), points))
     expected: list[Packet | tuple[int, bytes]] = [(5, bytes(payload)), Close(6, "reset", "x" * text)]
     assert seen == [*(reversed(expected) if text_first else expected), Ping(0, 1)]
 
@@ -399,7 +399,7 @@ def test_a_length_within_the_limit_is_not_believed_before_its_bytes_arrive() -> 
 
 
 def test_the_buffer_grows_for_a_long_frame_and_shrinks_afterwards() -> None:
-    reader = Reader()
+    reader = Reader(MAX_U32)
     long = DialReq(1, "x" * (3 * READ_SIZE), 1, 1, 1, {})
     frame = long.encode()
     reader.read(frame[:READ_SIZE])
@@ -409,7 +409,7 @@ def test_the_buffer_grows_for_a_long_frame_and_shrinks_afterwards() -> None:
 
 
 def test_the_buffer_never_grows_for_data() -> None:
-    reader = Reader()
+    reader = Reader(MAX_U32)
     size = 3 * READ_SIZE
     reader.read(data_header(1, size) + bytes(size - 1))
     assert len(reader.decoder.buffer()) == READ_SIZE

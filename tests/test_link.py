@@ -390,44 +390,6 @@ async def _linked_to_a_wall(
 
 
 class TestCongestion:
-    async def test_whoever_waits_for_room_is_called_once(
-        self, tcp_pair: TcpPair, nursery: trio.Nursery, as_stream: Callable[..., trio.SocketStream]
-    ) -> None:
-        link, far = await _linked_to_a_wall(tcp_pair, nursery, as_stream)
-        calls: list[int] = []
-        roomy = trio.Event()
-        for number in range(3):
-            link.outflow.when_room(lambda number=number: calls.append(number))  # type: ignore[misc]
-        link.outflow.when_room(roomy.set)
-        await wait_all_tasks_blocked()
-        assert calls == []
-        while not roomy.is_set():
-            await far.receive_some()
-        assert calls == [0, 1, 2]
-        assert not link.outflow.congested
-        while link.session.out.queued:
-            await far.receive_some()
-        assert calls == [0, 1, 2]
-
-    async def test_a_fault_in_one_that_waits_for_room_costs_the_others_nothing(
-        self,
-        tcp_pair: TcpPair,
-        nursery: trio.Nursery,
-        as_stream: Callable[..., trio.SocketStream],
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        link, far = await _linked_to_a_wall(tcp_pair, nursery, as_stream)
-
-        def fail() -> None:
-            raise RuntimeError("a fault of ours")
-
-        roomy = trio.Event()
-        link.outflow.when_room(fail)
-        link.outflow.when_room(roomy.set)
-        while not roomy.is_set():
-            await far.receive_some()
-        assert [record.levelname for record in caplog.records] == ["ERROR"]
-
     async def test_whoever_waits_for_room_is_called_when_a_reset_empties_the_queue(
         self, tcp_pair: TcpPair, nursery: trio.Nursery, as_stream: Callable[..., trio.SocketStream]
     ) -> None:

@@ -830,6 +830,7 @@ class _FullOutlet:
 
     def __init__(self, real: Outlet) -> None:
         self.congested = True
+        self.burst = real.burst
         self.waiting: list[Callable[[], None]] = []
         self.flush = real.flush
 

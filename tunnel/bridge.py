@@ -39,7 +39,7 @@ class _End:
     def on_data(self, data: memoryview) -> None:
         """Send it on, in frames that the other link's peer takes."""
         other = self.other
-        most = other.session.most_data
+        most = min(other.session.most_data, self.outlet.burst)
         if len(data) <= most:  # mostly
             other.send(bytes(data))
         else:

@@ -31,7 +31,7 @@ from tunnel.errors import RemoteProtocolError
 VERSION = 1
 DATA = 7
 MAX_U32 = 0xFFFFFFFF
-READ_SIZE = 256 * 1024
+READ_SIZE = 1024 * 1024
 DATA_BODY_OVERHEAD = 12
 DATA_OVERHEAD = 4 + DATA_BODY_OVERHEAD
 """Bytes that a fixed-width DATA frame adds to its payload: length; array, type, stream, bin length."""

@@ -6,6 +6,8 @@ Rules that hold here:
 
 - The send side belongs to ``end_turn`` while the transport takes bytes at once, and to the task in ``write`` from the
   moment it does not until all is sent. Nothing else touches it.
+- What the transport has in hand nothing can overtake. So it gets a *burst* at a time, and a frame should be no longer:
+  as much as went through lately in two milliseconds, which is little on a slow wire.
 - Who can wait does while it is congested, and is told when there is room. What passes through from another link can
   not wait; if it is kept too long for a peer that takes nothing, the link ends.
 - Whoever queues something in the outbox calls ``flush`` afterwards; it goes out when the turn ends.
@@ -25,7 +27,8 @@ from tunnel.limits import Limits
 from tunnel.outbox import Outbox
 from tunnel.transport import BROKEN, Buffer, Transport
 
-_TAKE = 512 * 1024  # bytes taken from the outbox at once: what control packets cannot overtake any more
+_LEAST, _MOST = 64 * 1024, 512 * 1024  # bytes of a burst
+_BEHIND = 0.002  # seconds that what is behind a burst should wait for it
 
 log = logs.get_logger(__name__)
 
@@ -36,6 +39,9 @@ class Outflow:
     Args:
         on_bound: called with the name of a bound when it bites; see ``bounds.py``.
         on_end: called with the reason why the link has to end.
+
+    Attributes:
+        burst: bytes taken from the outbox at once, but for the end of the last frame.
     """
 
     def __init__(
@@ -58,6 +64,8 @@ class Outflow:
         self._idle = trio.Event()  # set: everything was sent
         self._idle.set()
         self._unsent: Sequence[Buffer] = ()
+        self.burst = _MOST
+        self._given = (0, 0.0)  # how many bytes the writer's transport has in hand, and since when
         self._waiting: dict[Callable[[], None], None] = {}
 
     def __repr__(self) -> str:
@@ -116,8 +124,9 @@ class Outflow:
     def _send_all(self) -> bool:
         """Whether the transport took everything."""
         while self._out:
-            self._unsent = self._transport.send_now(self._out.take(_TAKE))
+            self._unsent = self._transport.send_now(self._out.take(self.burst))
             if self._unsent:
+                self._note_given(self._unsent)
                 self._idle = trio.Event()
                 self._blocked.set()
                 return False
@@ -142,9 +151,22 @@ class Outflow:
         """What to send next, when everything before was taken."""
         unsent, self._unsent = self._unsent, ()
         if not unsent:
+            self._measure()
             self._room()
-            unsent = self._out.take(_TAKE)
+            unsent = self._out.take(self.burst)
+            self._note_given(unsent)
         return unsent
+
+    def _note_given(self, buffers: Sequence[Buffer]) -> None:
+        self._given = sum(map(len, buffers)), trio.current_time()
+
+    def _measure(self) -> None:
+        """All that was given has been taken: how much should be given next?"""
+        size, since = self._given
+        took = trio.current_time() - since
+        if size and took:
+            fits = min(_MOST, max(_LEAST, int(size * _BEHIND / took)))
+            self.burst = (self.burst + fits + 1) // 2
 
     def end(self) -> None:
         """The link ends: nothing more is sent, nobody waits for that, and whoever waits for room shall see."""

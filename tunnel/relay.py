@@ -36,7 +36,7 @@ from tunnel.stream import TunnelStream
 
 log = logs.get_logger(__name__)
 
-_LEAST, _MOST = 8 * 1024, 256 * 1024  # bytes read at once: doubles while reads come back full
+_LEAST, _MOST = 8 * 1024, 512 * 1024  # bytes read at once: doubles while reads come back full
 RST_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER on, for zero seconds
 _CHUNK = 64 * 1024
 _TICK = 0.02  # seconds between two looks at what is being cut
@@ -160,7 +160,7 @@ class _Joint:
     def _adapt(self, read: int) -> None:
         """So many bytes were there: how many may be there next time?"""
         if read == self.size:
-            self.size = min(self.size * 2, self.most)
+            self.size = min(self.size * 2, self.most, self.outlet.burst)
         elif read * 4 < self.size and self.size > _LEAST:
             self.size //= 2
 

@@ -27,7 +27,13 @@ _CHUNK = 64 * 1024
 
 
 class Outlet(Protocol):
-    """The way out that a stream shares with others."""
+    """The way out that a stream shares with others.
+
+    Attributes:
+        burst: bytes that a frame should have at most, for what comes behind it.
+    """
+
+    burst: int
 
     @property
     def congested(self) -> bool:
