@@ -11,9 +11,9 @@ from tunnel.address import Identifier, Target
 from tunnel.backends import Backend, Backends
 from tunnel.config import Claims
 from tunnel.errors import LinkClosed
-from tunnel.frames import Packet
 from tunnel.identity import Identity, new_instance
 from tunnel.link import Link
+from tunnel.packets import Packet
 
 TARGET = Target("db.internal", 5432)
 NOTHING = Claims()

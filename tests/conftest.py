@@ -25,11 +25,12 @@ from hypothesis import HealthCheck, settings
 from raw_server import RawServer
 from trio.testing import memory_stream_pair
 
-from tunnel.frames import VERSION, Decoder, DialReq, Hello, Packet, Welcome
+from tunnel.frames import Decoder
 from tunnel.handshake import AcceptingHandshake, DiallingHandshake
 from tunnel.identity import Identity
 from tunnel.limits import Limits, Timeouts
 from tunnel.link import Link, refuse_dials
+from tunnel.packets import VERSION, DialReq, Hello, Packet, Welcome
 from tunnel.stream import TunnelStream
 from tunnel.transport import SocketTransport, StreamTransport, Transport
 

@@ -10,13 +10,11 @@ from house import (
 from tunnel.address import Target
 from tunnel.agent import Agent
 from tunnel.config import AgentConfig
-from tunnel.frames import (
-    Decoder,
-    Packet,
-)
+from tunnel.frames import Decoder
 from tunnel.handshake import welcome
 from tunnel.identity import Identity
 from tunnel.limits import Limits
+from tunnel.packets import Packet
 
 
 class RawServer:

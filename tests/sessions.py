@@ -8,11 +8,8 @@ from tunnel.core import Stream
 from tunnel.errors import (
     DialError,
 )
-from tunnel.frames import (
-    Decoder,
-    DialReq,
-    Packet,
-)
+from tunnel.frames import Decoder
+from tunnel.packets import DialReq, Packet
 from tunnel.session import Session
 
 WINDOW = 1000

@@ -24,8 +24,8 @@ from tunnel.agent import Agent, AgentState
 from tunnel.config import Claims
 from tunnel.credentials import Token
 from tunnel.desk import AgentDesk, ServerDesk
-from tunnel.frames import DrainStatus
 from tunnel.operate import DrainView, Operated
+from tunnel.packets import DrainStatus
 from tunnel.server import Server
 
 

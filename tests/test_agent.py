@@ -36,19 +36,10 @@ from tunnel.config import AgentConfig
 from tunnel.connect import Address, Connector
 from tunnel.drain import DrainPhase
 from tunnel.explain import explain
-from tunnel.frames import (
-    Close,
-    DialReq,
-    DialRsp,
-    Drain,
-    DrainAck,
-    GoAway,
-    GoAwayAck,
-    Hello,
-)
 from tunnel.http_connect import ESTABLISHED
 from tunnel.lifecycle import Phase
 from tunnel.limits import Limits, Timeouts
+from tunnel.packets import Close, DialReq, DialRsp, Drain, DrainAck, GoAway, GoAwayAck, Hello
 
 
 @pytest.fixture

@@ -23,21 +23,11 @@ from tunnel.backends import Backend, Backends
 from tunnel.config import STRATEGIES, Claims
 from tunnel.errors import DialError, DialTimeout, LinkLost, NoBackend, Refused, RefusedDraining, TooMany
 from tunnel.explain import Explanation, explain
-from tunnel.frames import (
-    MAX_U32,
-    DialReq,
-    Drain,
-    DrainAck,
-    DrainCmd,
-    DrainStatus,
-    Packet,
-    Undrain,
-    UndrainAck,
-)
 from tunnel.handshake import AcceptingHandshake, DiallingHandshake
 from tunnel.identity import Identity
 from tunnel.limits import Limits, Timeouts
 from tunnel.link import Link
+from tunnel.packets import MAX_U32, DialReq, Drain, DrainAck, DrainCmd, DrainStatus, Packet, Undrain, UndrainAck
 from tunnel.pools import BackendState, Bag
 from tunnel.stream import TunnelStream
 from tunnel.transport import StreamTransport

@@ -16,10 +16,11 @@ from tunnel import bounds as bounds_module
 from tunnel.bounds import Bounds, Crowd, Pace, Rate
 from tunnel.desk import AgentDesk, ServerDesk
 from tunnel.errors import TooMany
-from tunnel.frames import VERSION, Close, Decoder, DialReq, DialRsp, Hello, Packet, Welcome
+from tunnel.frames import Decoder
 from tunnel.http_connect import ESTABLISHED
 from tunnel.identity import Identity
 from tunnel.limits import Limits, Timeouts
+from tunnel.packets import VERSION, Close, DialReq, DialRsp, Hello, Packet, Welcome
 
 LONG = Timeouts(handshake=60, head=60)
 

@@ -35,25 +35,12 @@ from tunnel.bounds import Seat
 from tunnel.connect import Connector
 from tunnel.core import State, Stream
 from tunnel.errors import CUT, DialError, LinkLost, Refused, StreamReset
-from tunnel.frames import (
-    VERSION,
-    Close,
-    Credit,
-    Decoder,
-    DialReq,
-    DialRsp,
-    Eof,
-    GoAway,
-    Hello,
-    Packet,
-    Ping,
-    Pong,
-    data_header,
-)
+from tunnel.frames import Decoder, data_header
 from tunnel.handshake import DiallingHandshake
 from tunnel.identity import Identity
 from tunnel.limits import Limits, Timeouts
 from tunnel.link import Link, refuse_dials
+from tunnel.packets import VERSION, Close, Credit, DialReq, DialRsp, Eof, GoAway, Hello, Packet, Ping, Pong
 from tunnel.server import Server
 from tunnel.stream import TunnelStream
 from tunnel.transport import SocketTransport, StreamTransport, Transport

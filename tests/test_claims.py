@@ -13,10 +13,11 @@ from tunnel.address import Identifier, ListenAddress, Target
 from tunnel.config import LOWEST_PRIORITY, STRATEGIES, Claims, Forward, parse_strategies
 from tunnel.credentials import Token
 from tunnel.errors import ConfigError, RemoteProtocolError
-from tunnel.frames import VERSION, Decoder, Hello, Packet
+from tunnel.frames import Decoder
 from tunnel.handshake import AcceptingHandshake, DiallingHandshake
 from tunnel.http_connect import BadRequest, ConnectRequest, Head
 from tunnel.identity import Identity, read_identity
+from tunnel.packets import VERSION, Hello, Packet
 
 AGENT = Identity("agent", "edge-1", "0" * 32)
 SERVER = Identity("server", "server", "f" * 32)

@@ -46,12 +46,13 @@ from tunnel.errors import (
     StreamReset,
     Unreachable,
 )
-from tunnel.frames import Close, Decoder, DialReq, DialRsp, Eof, GoAway, GoAwayAck, Packet
+from tunnel.frames import Decoder
 from tunnel.handshake import DiallingHandshake, welcome
 from tunnel.identity import Identity
 from tunnel.lifecycle import Phase
 from tunnel.limits import Limits
 from tunnel.link import Link
+from tunnel.packets import Close, DialReq, DialRsp, Eof, GoAway, GoAwayAck, Packet
 from tunnel.stream import TunnelStream
 
 HELD = "held.test"

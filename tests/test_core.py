@@ -16,17 +16,8 @@ from tunnel.errors import (
     Refused,
     RemoteProtocolError,
 )
-from tunnel.frames import (
-    DATA_OVERHEAD,
-    MAX_U32,
-    Close,
-    Credit,
-    DialReq,
-    Eof,
-    Packet,
-    Ping,
-    Pong,
-)
+from tunnel.frames import DATA_OVERHEAD
+from tunnel.packets import MAX_U32, Close, Credit, DialReq, Eof, Packet, Ping, Pong
 
 
 @pytest.fixture

@@ -29,12 +29,8 @@ from tunnel.client import Client
 from tunnel.config import AgentConfig
 from tunnel.connect import Connector
 from tunnel.errors import CUT, AddressError, Denied, Refused, StreamReset
-from tunnel.frames import (
-    Close,
-    DialReq,
-    DialRsp,
-)
 from tunnel.lifecycle import Phase
+from tunnel.packets import Close, DialReq, DialRsp
 from tunnel.patterns import Pattern, Rules
 from tunnel.stream import TunnelStream
 

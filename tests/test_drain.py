@@ -20,9 +20,14 @@ from tunnel.config import AgentConfig
 from tunnel.connect import Address, Connector
 from tunnel.drain import AgentDrain, DrainPhase
 from tunnel.errors import Refused
-from tunnel.frames import (
+from tunnel.frames import Decoder
+from tunnel.handshake import welcome
+from tunnel.identity import Identity
+from tunnel.lifecycle import Lifecycle, Phase
+from tunnel.limits import Limits, Timeouts
+from tunnel.link import Link
+from tunnel.packets import (
     MAX_U32,
-    Decoder,
     DialReq,
     DialRsp,
     Drain,
@@ -34,11 +39,6 @@ from tunnel.frames import (
     Undrain,
     UndrainAck,
 )
-from tunnel.handshake import welcome
-from tunnel.identity import Identity
-from tunnel.lifecycle import Lifecycle, Phase
-from tunnel.limits import Limits, Timeouts
-from tunnel.link import Link
 from tunnel.transport import StreamTransport
 
 MINUTES = 600.0  # some

@@ -34,9 +34,9 @@ from tunnel.backends import Backend, Backends
 from tunnel.config import Claims
 from tunnel.drain import AgentDrain, DrainPhase
 from tunnel.errors import NoBackend
-from tunnel.frames import Drain, DrainAck, Packet
 from tunnel.identity import Identity
 from tunnel.link import Link
+from tunnel.packets import Drain, DrainAck, Packet
 from tunnel.pools import BackendState
 
 SERVED, REFUSED, LINK_LOST = "served", "refused", "link lost"

@@ -18,13 +18,17 @@ from tunnel.address import Identifier
 from tunnel.config import Claims
 from tunnel.credentials import Grant, Token, Tokens
 from tunnel.errors import AuthFailed, HandshakeRefused, RemoteProtocolError
-from tunnel.frames import (
+from tunnel.frames import Decoder
+from tunnel.handshake import AcceptingHandshake, DiallingHandshake, Handshake, welcome
+from tunnel.identity import Identity
+from tunnel.limits import Limits, Timeouts
+from tunnel.link import Link
+from tunnel.packets import (
     VERSION,
     Auth,
     Challenge,
     Close,
     Credit,
-    Decoder,
     DialReq,
     Drain,
     Eof,
@@ -34,10 +38,6 @@ from tunnel.frames import (
     Pong,
     Welcome,
 )
-from tunnel.handshake import AcceptingHandshake, DiallingHandshake, Handshake, welcome
-from tunnel.identity import Identity
-from tunnel.limits import Limits, Timeouts
-from tunnel.link import Link
 from tunnel.transport import StreamTransport
 
 CLAIMS = Claims((Identifier.parse("suffix=.db.internal"),))

@@ -20,25 +20,12 @@ from trio.testing import MockClock, lockstep_stream_pair, memory_stream_pair, wa
 from tunnel import deadlines
 from tunnel.core import State
 from tunnel.errors import DialError, HandshakeRefused, LinkClosed, LinkLost, LinkStopped, Refused, RemoteProtocolError
-from tunnel.frames import (
-    VERSION,
-    Close,
-    Credit,
-    DialReq,
-    DialRsp,
-    Drain,
-    Eof,
-    Hello,
-    Packet,
-    Ping,
-    Pong,
-    Welcome,
-    data_header,
-)
+from tunnel.frames import data_header
 from tunnel.handshake import AcceptingHandshake, DiallingHandshake, welcome
 from tunnel.identity import Identity
 from tunnel.limits import Limits, Timeouts
 from tunnel.link import Link
+from tunnel.packets import VERSION, Close, Credit, DialReq, DialRsp, Drain, Eof, Hello, Packet, Ping, Pong, Welcome
 from tunnel.stream import TunnelStream
 from tunnel.transport import Buffer, SocketTransport, StreamTransport
 

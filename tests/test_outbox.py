@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tunnel import outbox as module
-from tunnel.frames import Ping
 from tunnel.outbox import Frame, Line, Outbox
+from tunnel.packets import Ping
 
 ALL = 1 << 20
 

@@ -11,10 +11,10 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from tunnel.errors import LinkClosed, TunnelError
-from tunnel.frames import Ping
 from tunnel.limits import Limits
 from tunnel.outbox import Line, Outbox
 from tunnel.outflow import Outflow
+from tunnel.packets import Ping
 from tunnel.transport import Buffer, More, unsent
 
 KIB = 1024

@@ -41,7 +41,6 @@ from tunnel.config import Forward, ServerConfig
 from tunnel.credentials import Token
 from tunnel.desk import ServerDesk
 from tunnel.errors import HandshakeRefused, RefusedDraining, StreamReset
-from tunnel.frames import MAX_U32, DrainStatus, GoAway, GoAwayAck, Packet, Welcome
 from tunnel.handshake import AcceptingHandshake, DiallingHandshake
 from tunnel.http_connect import ESTABLISHED
 from tunnel.identity import Identity
@@ -49,6 +48,7 @@ from tunnel.lifecycle import Phase
 from tunnel.limits import Limits, Timeouts
 from tunnel.link import Link
 from tunnel.listen import BindError
+from tunnel.packets import MAX_U32, DrainStatus, GoAway, GoAwayAck, Packet, Welcome
 from tunnel.server import Server
 from tunnel.transport import SocketTransport
 

@@ -22,8 +22,8 @@ from tunnel.errors import (
     RefusedDraining,
     RemoteProtocolError,
 )
-from tunnel.frames import (
-    DATA_OVERHEAD,
+from tunnel.frames import DATA_OVERHEAD
+from tunnel.packets import (
     MAX_U32,
     Close,
     Credit,

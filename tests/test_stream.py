@@ -13,9 +13,9 @@ from trio.testing import check_half_closeable_stream, wait_all_tasks_blocked
 
 from tunnel.core import State
 from tunnel.errors import StreamReset
-from tunnel.frames import Close, DialReq, Eof, Ping, Pong
 from tunnel.identity import Identity
 from tunnel.limits import Limits
+from tunnel.packets import Close, DialReq, Eof, Ping, Pong
 from tunnel.stream import TunnelStream
 
 if TYPE_CHECKING:

@@ -23,11 +23,11 @@ from tunnel.config import AgentConfig, ServerConfig
 from tunnel.connect import Address, Connector
 from tunnel.credentials import Token
 from tunnel.errors import DnsError, HandshakeRefused, LinkClosed, Refused
-from tunnel.frames import GoAway, Packet, Welcome
 from tunnel.handshake import AcceptingHandshake, DiallingHandshake, welcome
 from tunnel.identity import Identity, new_instance
 from tunnel.limits import Limits, Timeouts
 from tunnel.link import Link
+from tunnel.packets import GoAway, Packet, Welcome
 from tunnel.server import Server
 from tunnel.sync import Backoff, SyncLoop, SyncState
 from tunnel.transport import StreamTransport, Transport

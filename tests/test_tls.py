@@ -27,11 +27,11 @@ from trio.testing import wait_all_tasks_blocked
 
 from tunnel.certificates import ClientTls, ServerContext, ServerTls, binding_of
 from tunnel.errors import ConfigError, LinkClosed
-from tunnel.frames import VERSION, Hello
 from tunnel.handshake import AcceptingHandshake, DiallingHandshake
 from tunnel.identity import Identity
 from tunnel.limits import Limits, Timeouts
 from tunnel.link import Link
+from tunnel.packets import VERSION, Hello
 from tunnel.reload import Reloaded
 from tunnel.stream import TunnelStream
 from tunnel.tls import TlsTransport, accept_tls, dial_tls

@@ -13,37 +13,38 @@ from typing import Any
 
 import pytest
 
-from tunnel import frames
+from tunnel import packets
 from tunnel.address import Identifier
 from tunnel.config import Claims
 from tunnel.credentials import Grant, Token
 from tunnel.errors import AuthFailed, HandshakeRefused, RemoteProtocolError
-from tunnel.frames import DATA, Close, Decoder, Hello, Packet, data_header
+from tunnel.frames import DATA, Decoder, data_header
 from tunnel.handshake import AcceptingHandshake, DiallingHandshake, Handshake
 from tunnel.identity import Identity
 from tunnel.limits import Limits
+from tunnel.packets import Close, Hello, Packet
 
 _VECTORS = Path(__file__).parent / "vectors"
 _NAMES = {
-    "HELLO": frames.Hello,
-    "CHALLENGE": frames.Challenge,
-    "AUTH": frames.Auth,
-    "WELCOME": frames.Welcome,
-    "DIAL_REQ": frames.DialReq,
-    "DIAL_RSP": frames.DialRsp,
-    "EOF": frames.Eof,
-    "CLOSE": frames.Close,
-    "CREDIT": frames.Credit,
-    "PING": frames.Ping,
-    "PONG": frames.Pong,
-    "DRAIN": frames.Drain,
-    "DRAIN_ACK": frames.DrainAck,
-    "UNDRAIN": frames.Undrain,
-    "UNDRAIN_ACK": frames.UndrainAck,
-    "DRAIN_CMD": frames.DrainCmd,
-    "DRAIN_STATUS": frames.DrainStatus,
-    "GOAWAY": frames.GoAway,
-    "GOAWAY_ACK": frames.GoAwayAck,
+    "HELLO": packets.Hello,
+    "CHALLENGE": packets.Challenge,
+    "AUTH": packets.Auth,
+    "WELCOME": packets.Welcome,
+    "DIAL_REQ": packets.DialReq,
+    "DIAL_RSP": packets.DialRsp,
+    "EOF": packets.Eof,
+    "CLOSE": packets.Close,
+    "CREDIT": packets.Credit,
+    "PING": packets.Ping,
+    "PONG": packets.Pong,
+    "DRAIN": packets.Drain,
+    "DRAIN_ACK": packets.DrainAck,
+    "UNDRAIN": packets.Undrain,
+    "UNDRAIN_ACK": packets.UndrainAck,
+    "DRAIN_CMD": packets.DrainCmd,
+    "DRAIN_STATUS": packets.DrainStatus,
+    "GOAWAY": packets.GoAway,
+    "GOAWAY_ACK": packets.GoAwayAck,
 }
 
 Vector = dict[str, Any]
@@ -127,7 +128,7 @@ def test_the_bytes_are_ignored(vector: Vector) -> None:
 
 def _identity(frame: bytes) -> Identity:
     (packet,), _ = _decode(frame)
-    assert isinstance(packet, Hello | frames.Welcome)
+    assert isinstance(packet, Hello | packets.Welcome)
     info = packet.info
     claims = Claims(
         tuple(map(Identifier.parse, info.get("identifiers", []))),
@@ -216,7 +217,7 @@ def test_a_proof_is_the_hmac_of_what_was_said(vector: Vector) -> None:
             digest = hashlib.sha256(said).digest()
             label = labels.get(step["from"], b"trio-tunnel dialling\0")
             assert digest == bytes.fromhex(step["digest_hex"])
-            assert auth == frames.Auth(hmac.digest(vector["secret"].encode(), label + digest, "sha256"))
+            assert auth == packets.Auth(hmac.digest(vector["secret"].encode(), label + digest, "sha256"))
         said += _bytes(step)
 
 

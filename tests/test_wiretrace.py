@@ -10,7 +10,7 @@ import pytest
 from trio.testing import wait_all_tasks_blocked
 
 from tunnel import logs, wiretrace
-from tunnel.frames import DrainAck, Hello
+from tunnel.packets import DrainAck, Hello
 
 if TYPE_CHECKING:
     from conftest import MakeLinks

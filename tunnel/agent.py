@@ -31,7 +31,11 @@ from tunnel.connect import Connector
 from tunnel.dials import Dials, Service
 from tunnel.drain import FINAL_ACK, SOFT_ACK, AgentDrain, DrainPhase
 from tunnel.errors import CUT, HandshakeRefused, RefusedDraining, TooMany, TunnelError
-from tunnel.frames import (
+from tunnel.handshake import DiallingHandshake
+from tunnel.identity import Identity, new_instance
+from tunnel.lifecycle import EXIT_NEVER_LINKED, Lifecycle, Slices
+from tunnel.link import Link
+from tunnel.packets import (
     DialReq,
     DrainAck,
     DrainCmd,
@@ -43,10 +47,6 @@ from tunnel.frames import (
     Welcome,
     milliseconds,
 )
-from tunnel.handshake import DiallingHandshake
-from tunnel.identity import Identity, new_instance
-from tunnel.lifecycle import EXIT_NEVER_LINKED, Lifecycle, Slices
-from tunnel.link import Link
 from tunnel.relay import Switchboard
 from tunnel.secure import Dialling
 from tunnel.stream import TunnelStream

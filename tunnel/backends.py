@@ -27,10 +27,10 @@ from tunnel import logs
 from tunnel.address import Target
 from tunnel.config import STRATEGIES, Claims
 from tunnel.errors import DialError, DialTimeout, LinkLost, NoBackend, RefusedDraining, TooMany
-from tunnel.frames import Drain, DrainAck, DrainCmd, DrainStatus, Packet, Undrain, UndrainAck, milliseconds
 from tunnel.identity import Identity
 from tunnel.link import Link
 from tunnel.matching import Index, Key, keys_of, spelled
+from tunnel.packets import Drain, DrainAck, DrainCmd, DrainStatus, Packet, Undrain, UndrainAck, milliseconds
 from tunnel.pools import BackendState
 from tunnel.stream import TunnelStream
 from tunnel.tally import Histogram

@@ -20,7 +20,7 @@ import trio
 
 from tunnel.core import State, Stream
 from tunnel.errors import LinkLost, StreamReset, raise_error_of
-from tunnel.frames import Credit, Ping, Pong
+from tunnel.packets import Credit, Ping, Pong
 from tunnel.stream import TunnelStream
 
 

@@ -43,11 +43,11 @@ from tunnel.errors import (
     RefusedDraining,
     TunnelError,
 )
-from tunnel.frames import GoAway, GoAwayAck, Packet
 from tunnel.handshake import DiallingHandshake
 from tunnel.identity import Identity, new_instance
 from tunnel.limits import Limits, Timeouts
 from tunnel.link import Link
+from tunnel.packets import GoAway, GoAwayAck, Packet
 from tunnel.secure import Dialling
 from tunnel.stream import TunnelStream
 

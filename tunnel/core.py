@@ -27,8 +27,9 @@ from enum import IntEnum
 from typing import Protocol
 
 from tunnel.errors import DialError, LocalProtocolError, RemoteProtocolError, dial_error
-from tunnel.frames import DATA_OVERHEAD, Credit, DialReq, DialRsp, Eof, Packet, Ping, Pong, data_header
+from tunnel.frames import DATA_OVERHEAD, data_header
 from tunnel.outbox import JOIN_BELOW, Line, Outbox
+from tunnel.packets import Credit, DialReq, DialRsp, Eof, Packet, Ping, Pong
 from tunnel.windows import Window, Windows
 
 _MAX_CREDIT = 1 << 31

@@ -26,10 +26,10 @@ from tunnel.book import view_of
 from tunnel.bounds import Bounds
 from tunnel.credentials import Token
 from tunnel.explain import explain
-from tunnel.frames import DrainStatus
 from tunnel.lifecycle import Phase
 from tunnel.link import Link
 from tunnel.operate import AgentView, DrainView, Measured, StreamView, TooLate
+from tunnel.packets import DrainStatus
 from tunnel.readiness import Readiness
 from tunnel.tally import Traffic
 

@@ -37,7 +37,7 @@ from tunnel.errors import (
     StreamReset,
     first_of,
 )
-from tunnel.frames import DialReq
+from tunnel.packets import DialReq
 from tunnel.patterns import Rules
 from tunnel.relay import Switchboard
 from tunnel.stream import Dialling, TunnelStream

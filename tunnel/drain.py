@@ -22,8 +22,8 @@ from enum import Enum
 import trio
 
 from tunnel import logs
-from tunnel.frames import Drain, DrainAck, Packet, Undrain, UndrainAck, milliseconds
 from tunnel.link import Link
+from tunnel.packets import Drain, DrainAck, Packet, Undrain, UndrainAck, milliseconds
 
 log = logs.get_logger(__name__)
 

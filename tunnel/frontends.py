@@ -29,10 +29,10 @@ from tunnel.config import Forward, parse_agent_name
 from tunnel.core import State
 from tunnel.credentials import Token
 from tunnel.errors import CUT, ConfigError, Denied, DialError, DialProtocolError, RefusedDraining, StreamReset
-from tunnel.frames import DialReq
 from tunnel.http_connect import ESTABLISHED, BadRequest, ConnectRequest, Head
 from tunnel.limits import Timeouts
 from tunnel.listen import Handler, source_of
+from tunnel.packets import DialReq
 from tunnel.poller import READ
 from tunnel.relay import Switchboard, close_with_reset
 from tunnel.stream import Dialling, TunnelStream

@@ -27,11 +27,10 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tunnel import frames
 from tunnel.credentials import Token, Tokens, stranger
 from tunnel.errors import AuthFailed, HandshakeRefused, RemoteProtocolError
-from tunnel.frames import Auth, Challenge, Close, Hello, Packet, Welcome
 from tunnel.identity import Identity, read_identity
+from tunnel.packets import VERSION, Auth, Challenge, Close, Hello, Packet, Welcome
 
 ROLES = ("agent", "client")
 _NONCE = 32  # bytes
@@ -40,13 +39,13 @@ _SERVER_NOT_PROVEN = "the server does not prove that it knows the token"
 
 
 def _check_version(version: int) -> None:
-    if version != frames.VERSION:
-        raise RemoteProtocolError(f"the peer speaks protocol version {version}, this side {frames.VERSION}")
+    if version != VERSION:
+        raise RemoteProtocolError(f"the peer speaks protocol version {version}, this side {VERSION}")
 
 
 def welcome(me: Identity, servers: int) -> Welcome:
     """A WELCOME; sent again on a link, it says that the number of servers has changed."""
-    return Welcome(frames.VERSION, {**me.to_info(), "servers": servers})
+    return Welcome(VERSION, {**me.to_info(), "servers": servers})
 
 
 class _Transcript:
@@ -99,7 +98,7 @@ class DiallingHandshake:
         info = self.me.to_info()
         if self._token:
             info["auth"] = {"token": self._token.id, "nonce": secrets.token_bytes(_NONCE)}
-        return self._said.say(Hello(frames.VERSION, info))
+        return self._said.say(Hello(VERSION, info))
 
     def receive(self, packet: Packet, body: bytes = b"") -> list[Packet]:
         """Take a packet, and the body that it came as if there are tokens; what to answer.

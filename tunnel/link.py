@@ -38,11 +38,12 @@ from tunnel.errors import (
     TunnelError,
     raise_error_of,
 )
-from tunnel.frames import DATA_BODY_OVERHEAD, Close, Decoder, DialReq, Packet, Ping, Pong, Welcome, milliseconds
+from tunnel.frames import DATA_BODY_OVERHEAD, Decoder
 from tunnel.handshake import Handshake
 from tunnel.identity import Identity
 from tunnel.limits import Limits, Timeouts
 from tunnel.outflow import Outflow
+from tunnel.packets import Close, DialReq, Packet, Ping, Pong, Welcome, milliseconds
 from tunnel.session import Session
 from tunnel.stream import TunnelStream
 from tunnel.transport import BROKEN, Transport

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from tunnel.frames import Packet
+from tunnel.packets import Packet
 
 JOIN_BELOW = 8 * 1024  # header and payload of a frame this small are one buffer: cheaper than two in a gather list
 _MAX_BUFFERS = 512  # per take; systems refuse more than 1024 in one gather list

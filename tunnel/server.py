@@ -41,13 +41,13 @@ from tunnel.errors import (
     TooMany,
     first_of,
 )
-from tunnel.frames import DialReq, GoAway, GoAwayAck, Packet, milliseconds
 from tunnel.frontends import ClientLinks, FrontEnds
 from tunnel.handshake import AcceptingHandshake, welcome
 from tunnel.identity import Identity
 from tunnel.lifecycle import Lifecycle, Phase, Slices
 from tunnel.link import Link
 from tunnel.listen import Handler, Spawn, accept, admitted, bind, bound_address
+from tunnel.packets import DialReq, GoAway, GoAwayAck, Packet, milliseconds
 from tunnel.relay import Switchboard
 from tunnel.reload import Reloaded
 from tunnel.secure import Accepting

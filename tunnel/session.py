@@ -21,21 +21,8 @@ from typing import Any
 
 from tunnel.core import OnAnswer, Stream, check_window
 from tunnel.errors import LinkLost, LocalProtocolError, RemoteProtocolError
-from tunnel.frames import (
-    MAX_U32,
-    Auth,
-    Challenge,
-    Close,
-    Credit,
-    DialReq,
-    DialRsp,
-    Eof,
-    Hello,
-    Packet,
-    Ping,
-    Pong,
-)
 from tunnel.outbox import Outbox
+from tunnel.packets import MAX_U32, Auth, Challenge, Close, Credit, DialReq, DialRsp, Eof, Hello, Packet, Ping, Pong
 from tunnel.windows import Windows
 
 _REMEMBERED = 1024  # ids for which a CLOSE was sent lately: their late DATA needs no further answer

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from tunnel import logs
-from tunnel.frames import Auth, Challenge, Hello, Packet, Welcome
 from tunnel.outbox import Outbox
+from tunnel.packets import Auth, Challenge, Hello, Packet, Welcome
 
 log = logs.get_logger(__name__)
 

@@ -32,7 +32,7 @@ from typing import Any, cast
 import trio
 from trio.testing import MockClock, memory_stream_pair
 
-from tunnel import check, frames
+from tunnel import check, packets
 from tunnel.address import Identifier, ListenAddress, Target
 from tunnel.config import (
     Forward,
@@ -46,13 +46,14 @@ from tunnel.configfile import ConfigFile, load
 from tunnel.core import State, Stream
 from tunnel.credentials import Grant, Token, read_tokens
 from tunnel.errors import ConfigError, HandshakeRefused, LinkClosed, RemoteProtocolError, TunnelError
-from tunnel.frames import Auth, Close, Decoder, DialReq, Hello, Packet, data_header
+from tunnel.frames import Decoder, data_header
 from tunnel.handshake import AcceptingHandshake, DiallingHandshake, Handshake
 from tunnel.http_connect import BadRequest, ConnectRequest, Head
 from tunnel.identity import Identity, read_identity
 from tunnel.limits import Limits, Timeouts
 from tunnel.link import Link
 from tunnel.options import file_keys
+from tunnel.packets import Auth, Close, DialReq, Hello, Packet
 from tunnel.patterns import Pattern, Rules
 from tunnel.session import Session
 from tunnel.stream import TunnelStream
@@ -78,7 +79,7 @@ KINDS: tuple[type[Packet], ...] = tuple(
     sorted(
         (
             kind
-            for kind in vars(frames).values()
+            for kind in vars(packets).values()
             if isinstance(kind, type) and issubclass(kind, Packet) and kind != Packet
         ),
         key=lambda kind: kind.type,

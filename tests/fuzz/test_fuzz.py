@@ -16,8 +16,9 @@ from fuzz_targets import KINDS, RIGHT, TARGETS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunnel.frames import MAX_U32, Auth, Hello, Packet, data_header
+from tunnel.frames import data_header
 from tunnel.handshake import welcome
+from tunnel.packets import MAX_U32, Auth, Hello, Packet
 
 CORPUS = Path(__file__).parent / "corpus"
 CASES = [path for name in TARGETS for path in sorted((CORPUS / name).iterdir())]

@@ -16,9 +16,10 @@ from programs import Program, StartProgram, eventually, free_port
 from tunnel import cli
 from tunnel.credentials import read_tokens
 from tunnel.errors import HandshakeRefused
-from tunnel.frames import Decoder, Packet
+from tunnel.frames import Decoder
 from tunnel.handshake import DiallingHandshake
 from tunnel.identity import Identity
+from tunnel.packets import Packet
 
 SERVER = ("server", "--listen", "127.0.0.1:0", "--connect", "127.0.0.1:0")
 

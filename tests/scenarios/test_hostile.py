@@ -25,17 +25,19 @@ from endpoints import MIB, TIMEOUT, Target, check_echo, connect, connect_head, e
 from programs import Program, eventually
 from prometheus_client.parser import text_string_to_metric_families
 
-from tunnel import frames
+from tunnel import packets
 from tunnel.address import Identifier
 from tunnel.config import Claims
 from tunnel.credentials import Token, new_token, read_tokens
-from tunnel.frames import (
+from tunnel.frames import Decoder, data_header
+from tunnel.handshake import DiallingHandshake
+from tunnel.identity import Identity
+from tunnel.packets import (
     MAX_U32,
     Auth,
     Challenge,
     Close,
     Credit,
-    Decoder,
     DialReq,
     DialRsp,
     Drain,
@@ -52,10 +54,7 @@ from tunnel.frames import (
     Undrain,
     UndrainAck,
     Welcome,
-    data_header,
 )
-from tunnel.handshake import DiallingHandshake
-from tunnel.identity import Identity
 
 SAME = 32 * MIB  # what a server may grow by while all this happens
 Said = Packet | bytes
@@ -836,5 +835,5 @@ def test_a_long_text_is_no_long_line_in_the_log(site: Site) -> None:
 
 
 def test_every_packet_is_among_those_that_are_tried() -> None:
-    kinds = {kind for kind in vars(frames).values() if isinstance(kind, type) and issubclass(kind, Packet)} - {Packet}
+    kinds = {kind for kind in vars(packets).values() if isinstance(kind, type) and issubclass(kind, Packet)} - {Packet}
     assert kinds <= {type(packet) for packet in PACKETS.values()}
