@@ -10,10 +10,8 @@ from tunnel.errors import (
     DialError,
     DialProtocolError,
     HandshakeRefused,
-    Refused,
     StreamReset,
     dial_error,
-    raise_error_of,
 )
 
 TABLE = {
@@ -77,16 +75,3 @@ def test_an_end_that_the_peer_explained_keeps_code_and_text(kind: type[Handshake
 def test_everything_raised_on_purpose_has_one_root() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
     assert all(issubclass(kind, errors.TunnelError) for kind in kinds)
-
-
-class Held:
-    def __init__(self, error: Exception | None) -> None:
-        self.error = error
-
-
-def test_an_error_that_is_held_is_raised_once_and_held_no_more() -> None:
-    held = Held(Refused("no"))
-    with pytest.raises(Refused, match="no"):
-        raise_error_of(held)
-    assert held.error is None
-    raise_error_of(held)

@@ -663,7 +663,7 @@ class _FakeJoint:
 
     def __init__(self, *, delivered: bool = True) -> None:
         self.delivered = delivered
-        self.finished = False
+        self.over = False
         self.cut_at: float | None = None
         self.given_up_at: float | None = None
 
@@ -671,10 +671,10 @@ class _FakeJoint:
         self.cut_at = trio.current_time()
 
     def finish(self, error: StreamReset) -> None:
-        self.finished = True
+        self.over = True
 
     def give_up(self, code: str, text: str) -> None:
-        self.finished = True
+        self.over = True
         self.given_up_at = trio.current_time()
 
 
@@ -805,7 +805,7 @@ class TestCut:
         assert times == sorted(times)
         assert 0.9 <= times[-1] <= 1.0
         assert max(Counter(times).values()) == 20
-        assert all(joint.finished and joint.given_up_at is None for joint in joints)
+        assert all(joint.over and joint.given_up_at is None for joint in joints)
 
     async def test_without_any_time_is_at_once(self, autojump_clock: MockClock) -> None:
         joints = [_FakeJoint(delivered=False) for _ in range(1000)]

@@ -19,8 +19,9 @@ from __future__ import annotations
 import trio
 
 from tunnel.core import State, Stream
-from tunnel.errors import LinkLost, StreamReset, raise_error_of
+from tunnel.errors import LinkLost, StreamReset
 from tunnel.packets import Credit, Ping, Pong
+from tunnel.parked import Parked
 from tunnel.stream import TunnelStream
 
 
@@ -53,7 +54,7 @@ class _End:
         self.other.send_eof()
         self.outlet.flush()
         if self.core.state is self.other.state is State.CLOSED:
-            self.span.finish()
+            self.span.end()
 
     def on_reset(self, code: str, text: str) -> None:
         """Pass it on."""
@@ -90,11 +91,11 @@ class _Alone:
 
     def on_eof(self) -> None:
         """Both directions have ended."""
-        self.span.finish()
+        self.span.end()
 
     def on_reset(self, code: str, text: str) -> None:
         """The agent's side ended otherwise."""
-        self.span.finish(StreamReset(code, text))
+        self.span.end(StreamReset(code, text))
 
     def on_credit(self) -> None:
         """There is nothing to send."""
@@ -104,19 +105,17 @@ def _nowhere(packet: Credit | Ping | Pong) -> None:
     """The real end has gone."""
 
 
-class _Span:
+class _Span(Parked):
     """Both streams, and the task that owns them."""
 
-    __slots__ = ("agent", "client", "error", "finished", "most", "moved", "task")
+    __slots__ = ("agent", "client", "most", "moved")
 
     def __init__(self, most: int, client: TunnelStream, agent: TunnelStream) -> None:
+        super().__init__()
         self.most = most
         self.client = _End(self, client, agent)
         self.agent = _End(self, agent, client)
-        self.finished = False
         self.moved = (-1, -1)  # bytes sent and received when they were looked at last
-        self.error: StreamReset | None = None
-        self.task: trio.lowlevel.Task | None = None
 
     def attach(self) -> None:
         """Let the bytes through, and first what had arrived already."""
@@ -133,7 +132,7 @@ class _Span:
             return
         end.other.reset(code, text)
         end.outlet.flush()
-        self.finish(StreamReset(code, text))
+        self.end(StreamReset(code, text))
 
     @property
     def stalled(self) -> bool:
@@ -143,24 +142,14 @@ class _Span:
 
     def give_up(self, code: str, text: str) -> None:
         """Reset both."""
-        self.finish(StreamReset(code, text))
+        self.end(StreamReset(code, text))
         for end in (self.client, self.agent):
             end.core.reset(code, text)
             end.outlet.flush()
 
-    def finish(self, error: StreamReset | None = None) -> None:
-        """Wake the owner."""
-        if not self.finished:
-            self.finished = True
-            self.error = error
-            if self.task is not None:
-                trio.lowlevel.reschedule(self.task)
-
-    def abort(self, _: object) -> trio.lowlevel.Abort:
-        """The owner was cancelled."""
-        self.task = None
+    def abandoned(self) -> None:
+        """See ``Parked``: the owner was cancelled."""
         self.give_up("cancelled", "the server was stopped")
-        return trio.lowlevel.Abort.SUCCEEDED
 
 
 class Bridge:
@@ -200,10 +189,7 @@ class Bridge:
         span.attach()
         client.outlet.flush()
         agent.outlet.flush()
-        if not span.finished:
-            span.task = trio.lowlevel.current_task()
-            await trio.lowlevel.wait_task_rescheduled(span.abort)
-        raise_error_of(span)
+        await span.wait()
 
     async def cut(self, code: str, text: str, seconds: float) -> None:
         """Reset every stream, spread over half the time. If cancelled, what is left is reset at once."""

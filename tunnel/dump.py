@@ -52,7 +52,7 @@ def _below(task: trio.lowlevel.Task) -> Iterator[trio.lowlevel.Task]:
 
 
 def _spelled(task: trio.lowlevel.Task) -> tuple[str, str]:
-    """What it is, and the two innermost lines of ours that it waits in; empty if none is ours."""
+    """What it is, and the three innermost lines of ours that it waits in; empty if none is ours."""
     frames = [(Path(frame.f_code.co_filename), line) for frame, line in task.iter_await_frames()]
     ours = [f"{path.name}:{line}" for path, line in frames if path.is_relative_to(_OURS)]
-    return task.name, " ".join(ours[-2:])
+    return task.name, " ".join(ours[-3:])

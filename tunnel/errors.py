@@ -13,7 +13,7 @@ This file must not know anything else of the package, and imports nothing from i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
 CUT = "drain_deadline"
 """The code of streams that were ended because the time that leaving gives them was over."""
@@ -225,22 +225,3 @@ def first_of(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-class Failing(Protocol):
-    """Something that may hold an error for whoever waits for it."""
-
-    error: Any
-
-
-def raise_error_of(held: Failing) -> None:
-    """Raise the error that it holds, if there is one. Nobody holds it then but whoever catches it.
-
-    A frame that holds what was raised in it is a circle, which is freed late.
-    """
-    error, held.error = held.error, None
-    if error is not None:
-        try:
-            raise error
-        finally:
-            del error

@@ -36,7 +36,6 @@ from tunnel.errors import (
     LinkStopped,
     RemoteProtocolError,
     TunnelError,
-    raise_error_of,
 )
 from tunnel.frames import DATA_BODY_OVERHEAD, Decoder
 from tunnel.handshake import Handshake
@@ -44,6 +43,7 @@ from tunnel.identity import Identity
 from tunnel.limits import Limits, Timeouts
 from tunnel.outflow import Outflow
 from tunnel.packets import Close, DialReq, Packet, Ping, Pong, Welcome, milliseconds
+from tunnel.parked import Parked
 from tunnel.session import Session
 from tunnel.stream import TunnelStream
 from tunnel.transport import BROKEN, Transport
@@ -384,42 +384,34 @@ class Link:
         dial.stream = self.session.open(host, port, ms, options or {}, dial.answered, window)
         self.flush()
         dial.deadline = self._deadlines.at(trio.current_time() + seconds, dial.late)
-        await trio.lowlevel.wait_task_rescheduled(dial.abort)
-        raise_error_of(dial)
+        await dial.wait()
         return TunnelStream(dial.stream, self.outflow)
 
 
-class _Dial:
+class _Dial(Parked):
     """A dial whose task is parked until there is an answer, or it is too late: whichever is first."""
 
-    __slots__ = ("_flush", "_task", "deadline", "error", "stream")
+    __slots__ = ("_flush", "deadline", "stream")
 
     stream: Stream
     deadline: Deadline
 
     def __init__(self, flush: Callable[[], None]) -> None:
+        super().__init__()
         self._flush = flush
-        self._task = trio.lowlevel.current_task()
-        self.error: Exception | None = None
 
     def answered(self, error: Exception | None) -> None:
         """Wake the task: None is a stream that may be used."""
         self.deadline.take_back()
-        self.error = error
-        trio.lowlevel.reschedule(self._task)
+        self.end(error)
 
     def late(self) -> None:
         """There was no answer in time."""
-        self._give_up()
-        self.error = trio.TooSlowError()
-        trio.lowlevel.reschedule(self._task)
+        self.abandoned()
+        self.end(trio.TooSlowError())
 
-    def abort(self, _: object) -> trio.lowlevel.Abort:
-        """The task was cancelled."""
-        self._give_up()
-        return trio.lowlevel.Abort.SUCCEEDED
-
-    def _give_up(self) -> None:
+    def abandoned(self) -> None:
+        """See ``Parked``. Nobody waits for the answer any more."""
         self.deadline.take_back()
         self.stream.reset("cancelled", "the dial was given up")
         self._flush()

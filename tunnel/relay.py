@@ -30,7 +30,8 @@ from collections import deque
 import trio
 
 from tunnel import logs, turns
-from tunnel.errors import StreamReset, raise_error_of
+from tunnel.errors import StreamReset
+from tunnel.parked import Parked
 from tunnel.poller import HUNG_UP, READ, WRITE
 from tunnel.stream import TunnelStream
 
@@ -60,7 +61,7 @@ def _unsent(sock: socket.socket) -> int:
         return 0
 
 
-class _Joint:
+class _Joint(Parked):
     """One local socket and one stream; the stream's sink.
 
     OPEN --read EOF--> stream EOF sent ----+--> both: DONE, socket closed
@@ -70,11 +71,12 @@ class _Joint:
     """
 
     __slots__ = (
-        "board", "core", "cutting", "early", "eof_due", "error", "fd", "finished", "mask", "most", "moved", "outlet",
-        "pending", "read_done", "reading", "size", "sock", "task", "turns",
+        "board", "core", "cutting", "early", "eof_due", "fd", "mask", "most", "moved", "outlet", "pending", "read_done",
+        "reading", "size", "sock", "turns",
     )  # fmt: skip
 
     def __init__(self, board: Switchboard, sock: socket.socket, stream: TunnelStream, early: bytes) -> None:
+        super().__init__()
         self.board = board
         self.turns = turns.of_this_run()
         self.sock = sock
@@ -89,11 +91,8 @@ class _Joint:
         self.reading = True
         self.read_done = False
         self.eof_due = False
-        self.finished = False
         self.cutting = False
         self.moved = (-1, -1)  # bytes sent and received when they were looked at last
-        self.error: StreamReset | None = None
-        self.task: trio.lowlevel.Task | None = None
 
     def ready(self, events: int) -> None:
         """What the poller reported."""
@@ -102,7 +101,7 @@ class _Joint:
             return
         if events & WRITE:
             self.writable()
-        if self.finished:
+        if self.over:
             return
         if self.reading:  # also if it hung up: that may be from before it began to read
             if events & (READ | HUNG_UP):
@@ -172,7 +171,7 @@ class _Joint:
 
     def resume(self) -> None:
         """Read again, after a lack of credit or of room."""
-        if not self.finished and not self.read_done and not self.cutting:
+        if not self.over and not self.read_done and not self.cutting:
             self.watch(reading=True)
             self.readable()
 
@@ -180,7 +179,7 @@ class _Joint:
         """Tell the poller what to wait for."""
         self.reading = reading
         mask = (READ if reading else 0) | (WRITE if self.pending is not None else 0)
-        if mask != self.mask and not self.finished:
+        if mask != self.mask and not self.over:
             if self.mask < 0:
                 self.turns.watch(self.fd, mask, self)
             else:
@@ -191,7 +190,7 @@ class _Joint:
 
     def on_data(self, data: memoryview) -> None:
         """Write it now; keep what the kernel does not take."""
-        if self.finished:
+        if self.over:
             return
         if self.pending is not None:
             self._keep(self.pending, data)
@@ -243,7 +242,7 @@ class _Joint:
     def on_eof(self) -> None:
         """Pass it on, behind what is kept."""
         self.eof_due = True
-        if self.pending is None and not self.finished:
+        if self.pending is None and not self.over:
             self._shut_down()
 
     def _shut_down(self) -> None:
@@ -287,7 +286,7 @@ class _Joint:
 
     def cut(self, code: str, text: str) -> None:
         """Reset the stream now, and the socket once what it took is delivered."""
-        if not self.finished:
+        if not self.over:
             self.cutting = True
             self.core.reset(code, text)
             self.outlet.flush()
@@ -296,7 +295,7 @@ class _Joint:
     @property
     def delivered(self) -> bool:
         """Whether nothing of what came through the stream is left on this side."""
-        return self.finished or (self.pending is None and not _unsent(self.sock))
+        return self.over or (self.pending is None and not _unsent(self.sock))
 
     @property
     def stalled(self) -> bool:
@@ -306,10 +305,9 @@ class _Joint:
 
     def finish(self, error: StreamReset | None = None) -> None:
         """Close the socket and wake the owner."""
-        if self.finished:
+        if self.over:
             return
-        self.finished = True
-        self.error = error
+        self.end(error)
         self.pending = None
         self.turns.unwatch(self.fd)
         self.board.remove(self)
@@ -317,14 +315,10 @@ class _Joint:
             self.sock.close()
         else:
             close_with_reset(self.sock)
-        if self.task is not None:
-            trio.lowlevel.reschedule(self.task)
 
-    def abort(self, _: object) -> trio.lowlevel.Abort:
-        """The owner was cancelled."""
-        self.task = None
+    def abandoned(self) -> None:
+        """See ``Parked``: the owner was cancelled."""
         self.give_up("cancelled", "this side was stopped")
-        return trio.lowlevel.Abort.SUCCEEDED
 
 
 class Switchboard:
@@ -353,15 +347,12 @@ class Switchboard:
         self._joints[joint] = None
         try:
             stream.core.attach(joint)
-            if not joint.finished:
+            if not joint.over:
                 joint.resume()
         except Exception:  # a fault of ours
             joint.fault()
         stream.outlet.flush()
-        if not joint.finished:
-            joint.task = trio.lowlevel.current_task()
-            await trio.lowlevel.wait_task_rescheduled(joint.abort)
-        raise_error_of(joint)
+        await joint.wait()
 
     async def cut(self, code: str, text: str, seconds: float) -> None:
         """Reset every stream, spread over half the time, and each socket when what it took is delivered.
@@ -379,7 +370,7 @@ class Switchboard:
                 for joint in cutting:
                     if joint.delivered:
                         joint.finish(StreamReset(code, text))
-                cutting = [joint for joint in cutting if not joint.finished]
+                cutting = [joint for joint in cutting if not joint.over]
                 await trio.sleep(_TICK)
         finally:
             for joint in (*left, *cutting):

@@ -30,7 +30,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import trio
 
 from tunnel import deadlines, logs
-from tunnel.errors import raise_error_of
+from tunnel.parked import Parked
 from tunnel.poller import HUNG_UP, READ, WRITE, Poller, new_poller
 
 log = logs.get_logger(__name__)
@@ -112,11 +112,12 @@ class Turns(trio.abc.Instrument):
         services.add(service)
         late = self._deadlines.at(trio.current_time() + seconds, service.late) if seconds < math.inf else None
         try:
-            await trio.lowlevel.wait_task_rescheduled(service.abort)
+            await service.wait()
         finally:
             if late is not None:
                 late.take_back()
-        return service.outcome()
+        assert service.result is not None  # noqa: S101  # for the type checker
+        return service.result
 
     async def ready(self, fd: int, mask: int) -> None:
         """Wait until the socket is ready for what the mask says."""
@@ -225,16 +226,15 @@ class _Services:
         if len(self._by_mask) > 1:
             self._turns.watch_for(self._fd, READ | WRITE)
 
-    def remove(self, service: _Service[Any]) -> bool:
-        """And does not any more. False if that is so already: what a call does may cancel whoever waits here."""
+    def remove(self, service: _Service[Any]) -> None:
+        """And does not any more. No effect if that is so already: what a call does may cancel whoever waits here."""
         if self._by_mask.get(service.mask) is not service:
-            return False
+            return
         del self._by_mask[service.mask]
         for mask in self._by_mask:
             self._turns.watch_for(self._fd, mask)
         if not self._by_mask:
             self._turns.unwatch(self._fd)
-        return True
 
     def ready(self, events: int) -> None:
         """See ``Watcher``. Whoever waits finds out about a break by itself."""
@@ -248,52 +248,43 @@ class _Services:
     def close(self) -> None:
         """The socket is going to be closed."""
         for service in tuple(self._by_mask.values()):
-            service.over(error=trio.ClosedResourceError("another task closed this socket"))
+            service.finish(trio.ClosedResourceError("another task closed this socket"))
 
 
-class _Service(Generic[T]):
+class _Service(Parked, Generic[T]):
     """A call that is made while its task is parked. The task is woken by a result, or by an error."""
 
-    __slots__ = ("_call", "_result", "_services", "_task", "error", "mask")
+    __slots__ = ("_call", "_services", "mask", "result")
 
     def __init__(self, services: _Services, mask: int, call: Callable[[], T | None]) -> None:
+        super().__init__()
         self.mask = mask
+        self.result: T | None = None
         self._services = services
         self._call = call
-        self._task = trio.lowlevel.current_task()
-        self._result: T | None = None
-        self.error: Exception | None = None
 
     def call(self) -> None:
         """The socket is ready."""
         try:
-            result = self._call()
+            self.result = self._call()
         except Exception as error:  # it is raised where it belongs
-            self.over(error=error)
+            self.finish(error)
         else:
-            if result is not None:
-                self.over(result)
+            if self.result is not None:
+                self.finish()
 
-    def over(self, result: T | None = None, error: Exception | None = None) -> None:
+    def finish(self, error: Exception | None = None) -> None:
         """Wake the task."""
-        if self._services.remove(self):
-            self._result, self.error = result, error
-            trio.lowlevel.reschedule(self._task)
+        self._services.remove(self)
+        self.end(error)
 
     def late(self) -> None:
         """The time is over."""
-        self.over(error=trio.TooSlowError())
+        self.finish(trio.TooSlowError())
 
-    def abort(self, _: object) -> trio.lowlevel.Abort:
-        """The task was cancelled."""
+    def abandoned(self) -> None:
+        """See ``Parked``."""
         self._services.remove(self)
-        return trio.lowlevel.Abort.SUCCEEDED
-
-    def outcome(self) -> T:
-        """What the task is woken for."""
-        raise_error_of(self)
-        assert self._result is not None  # noqa: S101  # for the type checker
-        return self._result
 
 
 class Clock(trio.abc.Clock):
