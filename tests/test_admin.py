@@ -20,13 +20,14 @@ from tunnel.admin.gate import is_here
 from tunnel.admin.heart import Heart
 from tunnel.admin.openapi import document
 from tunnel.admin.site import Site
-from tunnel.agent import Agent, AgentState
+from tunnel.agent import Agent
 from tunnel.config import Claims
 from tunnel.credentials import Token
 from tunnel.desk import AgentDesk, ServerDesk
 from tunnel.operate import DrainView, Operated
 from tunnel.packets import DrainStatus
 from tunnel.server import Server
+from tunnel.watch import AgentState
 
 
 def client(site: Site) -> httpx.AsyncClient:
@@ -519,7 +520,7 @@ class TestAgents:
         assert (response.json()["name"], response.json()["told"]) == ("one", 1)
         assert response.json()["agents"][0]["state"] == "draining"
         await drained(agent)
-        assert 0 < agent.remaining <= 60
+        assert 0 < agent.watch.remaining <= 60
         assert (await until_drained(ask, "one"))["drain"]["acked"] == 1
         response = await ask.delete("/api/v1/agents/one/drain")
         assert (response.status_code, response.json()["told"]) == (200, 1)
@@ -556,14 +557,14 @@ class TestAgents:
         agent = await house.agent("one")
         await of_server(house).put("/api/v1/agents/one/drain")
         await drained(agent)
-        assert not agent.limited
+        assert not agent.watch.limited
 
     async def test_the_shortest_deadline_is_one(self, house: House) -> None:
         await house.serve()
         agent = await house.agent("one")
         await of_server(house).put("/api/v1/agents/one/drain", json={"deadline_s": 0.001})
         await drained(agent)
-        assert agent.limited
+        assert agent.watch.limited
 
     async def test_one_that_has_drained_for_good_is_too_late_to_tell(
         self, house: House, monkeypatch: pytest.MonkeyPatch

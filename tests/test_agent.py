@@ -331,7 +331,7 @@ async def test_what_goes_out_when_the_turn_ends_is_not_unsent(house: House) -> N
     await house.serve()
     agent = await house.agent()
     (link,) = agent.sync.links.values()
-    link.session.send_control(agent.status)
+    link.session.send_control(agent.watch.status)
     link.flush()
     assert not agent.unsent
 

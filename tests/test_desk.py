@@ -9,11 +9,11 @@ from house import PROMPT, Held, House, descriptors, echo, ended, talks, through
 from trio.testing import wait_all_tasks_blocked
 
 from tunnel.address import Target
-from tunnel.agent import AgentState
 from tunnel.desk import AgentDesk, ServerDesk
 from tunnel.lifecycle import Phase
 from tunnel.operate import Operated, OperatedServer, TooLate, is_server
 from tunnel.readiness import Readiness
+from tunnel.watch import AgentState
 
 
 async def test_both_desks_are_what_an_operator_expects(house: House) -> None:

@@ -15,7 +15,7 @@ from trio.testing import MockClock, memory_stream_pair, wait_all_tasks_blocked
 
 from tunnel import secure
 from tunnel.address import Target
-from tunnel.agent import Agent, AgentState
+from tunnel.agent import Agent
 from tunnel.config import AgentConfig
 from tunnel.connect import Address, Connector
 from tunnel.drain import AgentDrain, DrainPhase
@@ -40,6 +40,7 @@ from tunnel.packets import (
     UndrainAck,
 )
 from tunnel.transport import StreamTransport
+from tunnel.watch import AgentState
 
 MINUTES = 600.0  # some
 DAY = 24 * 3600.0
@@ -610,9 +611,9 @@ async def test_the_status_says_how_far_a_drain_is(autojump_clock: MockClock, sit
     over = trio.Event()
     await hold(site.agent, over)
     await trio.sleep(90)
-    assert site.agent.status == DrainStatus("ready", 1, 0, 90_000, 1, 1)
+    assert site.agent.watch.status == DrainStatus("ready", 1, 0, 90_000, 1, 1)
     site.agent.drain()
-    assert site.agent.status == DrainStatus("draining", 1, 0, 90_000, 0, 1)
+    assert site.agent.watch.status == DrainStatus("draining", 1, 0, 90_000, 0, 1)
     over.set()
 
 
@@ -626,7 +627,7 @@ async def test_a_dial_that_is_not_answered_is_pending(
     monkeypatch.setattr(Connector, "connect", forever)
     await site.peers[0].send(DialReq(1, "db.internal", 5432, 65536, 100_000, {}))
     await wait_all_tasks_blocked()
-    status = site.agent.status
+    status = site.agent.watch.status
     assert (status.open, status.pending) == (0, 1)
 
 
@@ -634,7 +635,7 @@ async def test_an_age_that_the_wire_cannot_say_is_the_most_it_can(
     autojump_clock: MockClock, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Lifecycle, "oldest", 100 * DAY)
-    assert site.agent.status.oldest_ms == MAX_U32
+    assert site.agent.watch.status.oldest_ms == MAX_U32
 
 
 async def test_the_status_is_told_when_it_changes(autojump_clock: MockClock, site: Site) -> None:
@@ -739,7 +740,7 @@ async def test_half_closed_streams_are_looked_at_while_the_agent_leaves(
     agent.sync._connector = cast(Connector, Site("one"))
     agent.sync._connector.refusing = True  # type: ignore[attr-defined]
     looks: list[float] = []
-    monkeypatch.setattr(agent._board, "reap", lambda: looks.append(trio.current_time()))
+    monkeypatch.setattr(agent.watch, "_reap", lambda: looks.append(trio.current_time()))
     await nursery.start(agent.run)
     agent.life.spawn(trio.sleep, 100.0)
     agent.life.leave()
@@ -753,7 +754,7 @@ async def test_half_closed_streams_are_looked_at_while_the_agent_leaves(
 async def test_what_remains_of_an_operators_drain_is_said(autojump_clock: MockClock, site: Site) -> None:
     site.agent.drain(seconds=60.0)
     await trio.sleep(20)
-    assert site.agent.remaining == 40.0
+    assert site.agent.watch.remaining == 40.0
     (drain,) = [packet for packet in await seen(site.peers[0]) if isinstance(packet, Drain)]
     assert drain.ms == 60_000
 
@@ -761,9 +762,9 @@ async def test_what_remains_of_an_operators_drain_is_said(autojump_clock: MockCl
 async def test_the_end_of_a_drain_may_only_come_nearer(autojump_clock: MockClock, site: Site) -> None:
     site.agent.drain(seconds=60.0)
     site.agent.drain(seconds=90.0)
-    assert site.agent.remaining == 60.0
+    assert site.agent.watch.remaining == 60.0
     site.agent.drain(seconds=30.0)
-    assert site.agent.remaining == 30.0
+    assert site.agent.watch.remaining == 30.0
 
 
 async def test_an_undrain_forgets_the_end_and_the_exit(autojump_clock: MockClock, site: Site) -> None:
@@ -860,13 +861,13 @@ async def test_a_command_is_logged_with_what_it_says(
 async def test_a_command_has_its_time(autojump_clock: MockClock, site: Site) -> None:
     await site.peers[0].send(command(site, "drain", ms=60_000))
     await wait_all_tasks_blocked()
-    assert site.agent.remaining == 60.0
+    assert site.agent.watch.remaining == 60.0
 
 
 async def test_a_command_without_a_time_has_no_end(autojump_clock: MockClock, site: Site) -> None:
     await site.peers[0].send(command(site, "drain"))
     await wait_all_tasks_blocked()
-    assert math.isinf(site.agent._until)
+    assert math.isinf(site.agent.watch._until)
 
 
 async def test_a_command_may_want_the_agent_to_leave(autojump_clock: MockClock, site: Site) -> None:

@@ -38,7 +38,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from tunnel import secure
 from tunnel import server as server_module
 from tunnel.address import Identifier, ListenAddress, Target
-from tunnel.agent import Agent, AgentState
+from tunnel.agent import Agent
 from tunnel.backends import Backend, Backends, Decision
 from tunnel.client import Client
 from tunnel.config import AgentConfig, Claims, ClientConfig, Forward, ServerConfig
@@ -54,6 +54,7 @@ from tunnel.pools import BackendState
 from tunnel.server import Server
 from tunnel.stream import TunnelStream
 from tunnel.transport import Buffer, More, Room, Take
+from tunnel.watch import AgentState
 
 ACTIVE, DRAINING, FINAL, GONE = BackendState
 SERVERS, AGENTS = ("s0", "s1"), ("a0", "a1", "a2")

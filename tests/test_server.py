@@ -33,7 +33,6 @@ from trio_util import AsyncValue
 
 from tunnel import programs, turns
 from tunnel.address import ListenAddress, Target
-from tunnel.agent import AgentState
 from tunnel.backends import Backend
 from tunnel.bridge import Bridge
 from tunnel.client import open_client
@@ -51,6 +50,7 @@ from tunnel.listen import BindError
 from tunnel.packets import MAX_U32, DrainStatus, GoAway, GoAwayAck, Packet, Welcome
 from tunnel.server import Server
 from tunnel.transport import SocketTransport
+from tunnel.watch import AgentState
 
 
 @pytest.fixture

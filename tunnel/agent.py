@@ -1,13 +1,11 @@
 """The agent: links to servers, and connects the streams they ask for to targets.
 
-    STARTING --start--> READY --drain--> DRAINING --all acked, none open or pending--> DRAINED
-    DRAINED --a dial came all the same--> DRAINING             DRAINING, DRAINED --undrain--> READY
-    READY, DRAINING, DRAINED --life.leave()--> STOPPING
+    STARTING --start()--> READY --drain, undrain: see watch.py--> READY --life.leave()--> STOPPING
 
 Rules that hold here:
 
 - Losing a link costs its streams and nothing else; the sync loop restores it until the agent is told to leave.
-- The agent owns its drain state; what it says of it, and when, is ``drain.py``'s. Leaving is a drain, too.
+- Leaving is a drain, too: what is said of it is ``drain.py``'s, and how an operator's one ends ``watch.py``'s.
 - A dial ends in exactly one answer. If the peer gave it up meanwhile, the target's socket is closed at once.
 
 This file must not know the command line, or servers' insides.
@@ -16,12 +14,10 @@ This file must not know the command line, or servers' insides.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping
-from enum import Enum
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import trio
-from trio_util import AsyncValue
 
 from tunnel import logs
 from tunnel.address import Target
@@ -29,7 +25,7 @@ from tunnel.bounds import Bounds
 from tunnel.config import AgentConfig
 from tunnel.connect import Connector
 from tunnel.dials import Dials, Service
-from tunnel.drain import FINAL_ACK, SOFT_ACK, AgentDrain, DrainPhase
+from tunnel.drain import FINAL_ACK, SOFT_ACK, DrainPhase
 from tunnel.errors import CUT, HandshakeRefused, RefusedDraining, TooMany, TunnelError
 from tunnel.handshake import DiallingHandshake
 from tunnel.identity import Identity, new_instance
@@ -39,35 +35,21 @@ from tunnel.packets import (
     DialReq,
     DrainAck,
     DrainCmd,
-    DrainStatus,
     GoAway,
     GoAwayAck,
     Packet,
     UndrainAck,
     Welcome,
-    milliseconds,
 )
 from tunnel.relay import Switchboard
 from tunnel.secure import Dialling
 from tunnel.stream import TunnelStream
 from tunnel.sync import SyncLoop
-from tunnel.tally import Histogram, Traffic
+from tunnel.tally import Traffic
 from tunnel.transport import Transport
+from tunnel.watch import AgentState, DrainWatch
 
 log = logs.get_logger(__name__)
-
-_STATUS = 1.0  # seconds between two DRAIN_STATUS at least
-_REAP = 60.0  # seconds without a byte after which a half-closed stream does not hold a drain up
-
-
-class AgentState(Enum):
-    """See the head of this file."""
-
-    STARTING = "starting"
-    READY = "ready"
-    DRAINING = "draining"
-    DRAINED = "drained"
-    STOPPING = "stopping"
 
 
 class Agent:
@@ -83,12 +65,12 @@ class Agent:
         secure: what it shows to servers, and what it takes them for.
         sync: what keeps the links; ``sync.links`` are those that are up.
         linked: set while there is a link; replaced by a new event when the last one is lost.
-        state: see the head of this file; can be waited for.
+        watch: its drain, as operators see it.
+        state: ready, draining and so on; can be waited for. See ``watch.py``.
         draining: what servers were told about leaving, and what they acknowledged.
         dials: what serves dials, with their counts.
         late: how many dials arrived while it drained, and were served.
         carried: what links have carried that are not there any more.
-        drains: how long operators' drains took, by how they ended: ``drained`` or ``undone``.
 
     Raises:
         AddressError: a key of ``services`` is no target.
@@ -102,10 +84,8 @@ class Agent:
         self.config = config
         self.life = Lifecycle(self, config.timeouts.shutdown)
         self.linked = trio.Event()
-        self.state: AsyncValue[AgentState] = AsyncValue(AgentState.STARTING)
         self.late = 0
         self.carried = Traffic()
-        self.drains = {outcome: Histogram(1, 5, 15, 60, 300, 900, 3600) for outcome in ("drained", "undone")}
         self.instance = new_instance()
         self.bounds = Bounds(config.limits, trio.current_time)
         self._board = Switchboard()
@@ -120,11 +100,9 @@ class Agent:
             self._link_failed,
             self.secure.transport,
         )
-        self.draining = AgentDrain(self.sync.links.values, self._left)
-        self._changed = trio.Event()  # a drain began or ended
-        self._began: float | None = None  # when the drain began that is under way
-        self._until = math.inf  # when an operator's drain is over at the latest
-        self._leave_when_drained = False
+        self.watch = DrainWatch(self.life, self.sync, lambda: self.dials.pending, self._board.reap)
+        self.state = self.watch.state
+        self.draining = self.watch.exchange
 
     def __repr__(self) -> str:
         return f"<Agent {self.config.name} {self.life!r} {self.sync!r}>"
@@ -144,7 +122,7 @@ class Agent:
     async def start(self, life: Lifecycle) -> None:
         """See ``lifecycle.Program``."""
         life.background.start_soon(self.secure.run)
-        life.background.start_soon(self._watch_drain)
+        life.background.start_soon(self.watch.run)
         life.accepting.start_soon(self.sync.run, life.background)
         self.state.value = AgentState.READY
 
@@ -154,7 +132,7 @@ class Agent:
 
     async def soft(self) -> None:
         """See ``lifecycle.Program``."""
-        self._begin_drain("signal")
+        self.watch.begin("signal")
         await self.draining.acknowledged(SOFT_ACK)
 
     @property
@@ -192,130 +170,17 @@ class Agent:
 
     # -- draining
 
-    @property
-    def remaining(self) -> float:
-        """Seconds until the exit at the latest, if the agent leaves; else until an operator's drain should be over."""
-        if self.life.leaving or math.isinf(self._until):
-            return self.life.remaining
-        return max(0.0, self._until - trio.current_time())
-
-    def _left(self) -> tuple[float, int]:
-        """What servers are told of a drain: seconds that are left, 0 for no end, and what is open."""
-        return self.remaining if self.limited else 0.0, self.life.open.value
-
-    @property
-    def limited(self) -> bool:
-        """Whether a drain that is under way has an end."""
-        return self.life.leaving or math.isfinite(self._until)
-
-    @property
-    def status(self) -> DrainStatus:
-        """How far a drain is."""
-        servers = len(self.sync.links)
-        return DrainStatus(
-            self.state.value.value,
-            self.life.open.value - self.dials.pending,
-            self.dials.pending,
-            milliseconds(self.life.oldest),
-            self.draining.informed,
-            servers,
-        )
-
     def drain(self, reason: str = "admin", *, seconds: float = math.inf, leave: bool = False) -> None:
         """Ask all servers to prefer other agents; ``state`` says when nothing is left.
 
         Dials that arrive all the same are served. Links that are lost are restored, still draining, and no others are
         made. With ``leave`` the agent leaves when it is drained, or after so many seconds. No effect once it leaves.
         """
-        self._until = min(self._until, trio.current_time() + seconds)
-        self._leave_when_drained |= leave
-        if not self.life.leaving:
-            self._begin_drain(reason)
-            self._enter_drain_state()
+        self.watch.drain(reason, seconds, leave=leave)
 
     def undrain(self, reason: str = "admin") -> bool:
         """Take that reason to drain back. False if it is too late, or another reason remains."""
-        was_draining = self.draining.draining
-        if self.life.leaving or not self.draining.undrain(reason):
-            return False
-        if not was_draining:
-            return True
-        self._until, self._leave_when_drained = math.inf, False
-        self._drain_ended("undone")
-        self.sync.undrain()
-        self.state.value = AgentState.READY
-        log.info("drain undone", reason=reason, servers=len(self.sync.links))
-        return True
-
-    def _begin_drain(self, reason: str) -> None:
-        self.sync.drain()
-        if not self.draining.draining:
-            self._began = trio.current_time()
-        if reason not in self.draining.reasons:
-            log.info("drain started", reason=reason, open=self.life.open.value, servers=len(self.sync.links))
-        self.draining.drain(reason)
-        self._note_change()
-
-    def _note_change(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
-
-    def _enter_drain_state(self) -> None:
-        left = self.life.open.value or self.draining.unacked
-        self.state.value = AgentState.DRAINING if left else AgentState.DRAINED
-        if not left:
-            self._drain_ended("drained")
-
-    def _drain_ended(self, outcome: str) -> None:
-        began, self._began = self._began, None
-        if began is not None:
-            self.drains[outcome].observe(trio.current_time() - began)
-
-    async def _watch_drain(self) -> None:
-        """While draining: know when nothing is left, tell servers how far it is, and end what will never end."""
-        said: DrainStatus | None = None
-        when = reaped = -math.inf
-        while True:
-            while not self.draining.draining:
-                said, reaped = None, trio.current_time()
-                await self._changed.wait()
-            if not self.life.leaving:
-                self._enter_drain_state()
-                self._leave_if_drained(said)
-            now = trio.current_time()
-            if self.status != said and now - when >= _STATUS:
-                said, when = self.status, now
-                self._send_all(said)
-            if now - reaped >= _REAP:
-                reaped = now
-                self._board.reap()
-            with trio.move_on_after(_STATUS):
-                await self._something_new()
-
-    async def _something_new(self) -> None:
-        """Return at the moments that matter: the last stream ended, or the first one came back; all have acked."""
-        empty, acked = not self.life.open.value, not self.draining.unacked
-        async with trio.open_nursery() as nursery:
-
-            async def then_stop(wait: Callable[[], Awaitable[object]]) -> None:
-                await wait()
-                nursery.cancel_scope.cancel()
-
-            nursery.start_soon(then_stop, lambda: self.life.open.wait_value(lambda n: (not n) is not empty))
-            nursery.start_soon(then_stop, self._changed.wait)
-            if not acked:
-                nursery.start_soon(then_stop, self.draining.wait_acked)
-
-    def _leave_if_drained(self, said: DrainStatus | None) -> None:
-        """Only when servers have been told: whoever waits for it there is to see it."""
-        drained = self.state.value is AgentState.DRAINED and said is not None and said.state == "drained"
-        if self._leave_when_drained and (drained or trio.current_time() >= self._until):
-            self.life.leave()
-
-    def _send_all(self, packet: Packet) -> None:
-        for link in list(self.sync.links.values()):  # sending may find one broken
-            link.session.send_control(packet)
-            link.flush()
+        return self.watch.undrain(reason)
 
     def _obey(self, link: Link, command: DrainCmd) -> None:
         """An operator said so at a server."""
@@ -350,7 +215,7 @@ class Agent:
             on_linked()
             self.linked.set()
             self.draining.linked(link, said)
-            self._note_change()
+            self.watch.tell_change()
 
         def ended() -> None:
             on_end()
@@ -405,5 +270,4 @@ class Agent:
             self.dials.refuse(stream, RefusedDraining("the agent has left"))
         else:
             self.late += self.draining.draining
-            if self.state.value is AgentState.DRAINED:  # not any more, not for one turn
-                self.state.value = AgentState.DRAINING
+            self.watch.dial_came()

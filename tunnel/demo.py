@@ -20,11 +20,12 @@ import trio
 
 from tunnel import turns
 from tunnel.address import ListenAddress, Target
-from tunnel.agent import Agent, AgentState
+from tunnel.agent import Agent
 from tunnel.config import AgentConfig, ServerConfig
 from tunnel.errors import TunnelError, first_of
 from tunnel.lifecycle import Phase
 from tunnel.server import Server
+from tunnel.watch import AgentState
 
 _HELLO = b"hello from a private network\n"
 _CHUNK = 64 * 1024

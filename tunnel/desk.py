@@ -192,9 +192,9 @@ class AgentDesk:
 
     def drain_view(self) -> DrainView:
         """As the agent tells its servers."""
-        agent = self._agent
-        reasons = tuple(sorted(agent.draining.reasons))
-        return _drain_view(agent.status, reasons, agent.remaining if agent.limited else None)
+        watch = self._agent.watch
+        reasons = tuple(sorted(watch.exchange.reasons))
+        return _drain_view(watch.status, reasons, watch.remaining if watch.limited else None)
 
     def drain_self(self, text: str, seconds: float | None, *, leave: bool) -> None:
         """Drain on all servers."""
@@ -229,7 +229,7 @@ class AgentDesk:
             "oldest_stream_seconds": agent.life.oldest,
             "drain_cut_streams_total": agent.life.cuts,
             "drain_ack_timeouts_total": agent.draining.ack_timeouts,
-            "drain_duration_seconds": {(outcome,): took for outcome, took in agent.drains.items()},
+            "drain_duration_seconds": {(outcome,): took for outcome, took in agent.watch.drains.items()},
             "dials_total": {(result, "none"): times for result, times in results.items()},
             "bounds_total": _of_bounds(agent.bounds),
             **_of_links(links, links, agent.carried),
