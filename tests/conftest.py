@@ -23,6 +23,7 @@ import trio
 from house import Held, House, open_house
 from hypothesis import HealthCheck, settings
 from raw_server import RawServer
+from stream_transport import StreamTransport
 from trio.testing import memory_stream_pair
 
 from tunnel.frames import Decoder
@@ -32,7 +33,7 @@ from tunnel.limits import Limits, Timeouts
 from tunnel.link import Link, refuse_dials
 from tunnel.packets import VERSION, DialReq, Hello, Packet, Welcome
 from tunnel.stream import TunnelStream
-from tunnel.transport import SocketTransport, StreamTransport, Transport
+from tunnel.transport import SocketTransport, Transport
 
 # A loaded machine is slow now and then, and the first example may have tables to load: neither is a fault.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

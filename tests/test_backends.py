@@ -16,6 +16,7 @@ from backends import NOTHING, TARGET, Serve, claims, crowd, joined, link_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from stream_transport import StreamTransport
 from trio.testing import MockClock, memory_stream_pair, wait_all_tasks_blocked
 
 from tunnel.address import Target
@@ -30,7 +31,6 @@ from tunnel.link import Link
 from tunnel.packets import MAX_U32, DialReq, Drain, DrainAck, DrainCmd, DrainStatus, Packet, Undrain, UndrainAck
 from tunnel.pools import BackendState, Bag
 from tunnel.stream import TunnelStream
-from tunnel.transport import StreamTransport
 
 ACTIVE, DRAINING, FINAL, GONE = BackendState
 CRITICAL = {2: 13.82, 9: 27.88}  # chi-square by degrees of freedom, 1 in 1,000

@@ -18,6 +18,7 @@ import trio
 from house import House, open_house, receive_all, receive_exactly
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from stream_transport import StreamTransport
 from trio.testing import (
     MemoryReceiveStream,
     MemorySendStream,
@@ -43,7 +44,7 @@ from tunnel.link import Link, refuse_dials
 from tunnel.packets import VERSION, Close, Credit, DialReq, DialRsp, Eof, GoAway, Hello, Packet, Ping, Pong
 from tunnel.server import Server
 from tunnel.stream import TunnelStream
-from tunnel.transport import SocketTransport, StreamTransport, Transport
+from tunnel.transport import SocketTransport, Transport
 
 Two = tuple[TunnelStream, TunnelStream]
 MIB = 1024 * 1024

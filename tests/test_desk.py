@@ -118,11 +118,11 @@ async def test_who_leaves_cannot_be_told_otherwise(house: House) -> None:
     agent.life.leave()
     server.life.leave()
     with pytest.raises(TooLate, match="the agent is leaving"):
-        AgentDesk(agent).undrain_self("")
+        AgentDesk(agent).undrain_self()
     with pytest.raises(TooLate, match="the agent is leaving"):
         AgentDesk(agent).drain_self("", None, leave=False)
     with pytest.raises(TooLate, match="the server is leaving"):
-        ServerDesk(server).undrain_self("")
+        ServerDesk(server).undrain_self()
 
 
 async def test_a_server_that_leaves_says_how_much_time_is_left(house: House) -> None:
@@ -142,7 +142,7 @@ async def test_an_undrained_agent_is_in_the_pool_again_on_all_its_servers(house:
     assert desk.drain_agent("one", "") == 1
     await agent.state.wait_value(AgentState.DRAINED)
     assert (first.backends.active, second.backends.active) == (0, 0)
-    assert desk.undrain_agent("one", "") == 1
+    assert desk.undrain_agent("one") == 1
     await agent.state.wait_value(AgentState.READY)
     await wait_all_tasks_blocked(0.01)
     assert (first.backends.active, second.backends.active) == (1, 1)

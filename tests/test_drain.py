@@ -11,6 +11,7 @@ from typing import cast
 
 import pytest
 import trio
+from stream_transport import StreamTransport
 from trio.testing import MockClock, memory_stream_pair, wait_all_tasks_blocked
 
 from tunnel import secure
@@ -39,7 +40,6 @@ from tunnel.packets import (
     Undrain,
     UndrainAck,
 )
-from tunnel.transport import StreamTransport
 from tunnel.watch import AgentState
 
 MINUTES = 600.0  # some
@@ -720,7 +720,7 @@ async def test_half_closed_streams_are_looked_at_when_a_drain_begins_and_once_a_
     autojump_clock: MockClock, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[float] = []
-    monkeypatch.setattr(site.agent._board, "reap", lambda: looks.append(trio.current_time()))
+    monkeypatch.setattr(site.agent.watch, "_reap", lambda: looks.append(trio.current_time()))
     await trio.sleep(MINUTES)
     assert looks == []
     began = trio.current_time()

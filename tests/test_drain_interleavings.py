@@ -448,7 +448,7 @@ class World:
 
     def uncommand(self, server: str, agent: str) -> None:
         if life := self._server(server):
-            ServerDesk(life.program).undrain_agent(agent, "for the test")
+            ServerDesk(life.program).undrain_agent(agent)
 
     # -- links
 

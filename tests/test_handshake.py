@@ -13,6 +13,7 @@ import pytest
 import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
+from stream_transport import StreamTransport
 
 from tunnel.address import Identifier
 from tunnel.config import Claims
@@ -38,7 +39,6 @@ from tunnel.packets import (
     Pong,
     Welcome,
 )
-from tunnel.transport import StreamTransport
 
 CLAIMS = Claims((Identifier.parse("suffix=.db.internal"),))
 AGENT = Identity("agent", "edge-1", "0" * 32, ("later",), claims=CLAIMS)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgpack
 import pytest
 import trio
+from stream_transport import StreamTransport
 from trio.testing import MockClock, lockstep_stream_pair, memory_stream_pair, wait_all_tasks_blocked
 
 from tunnel import deadlines
@@ -27,7 +28,7 @@ from tunnel.limits import Limits, Timeouts
 from tunnel.link import Link
 from tunnel.packets import VERSION, Close, Credit, DialReq, DialRsp, Drain, Eof, Hello, Packet, Ping, Pong, Welcome
 from tunnel.stream import TunnelStream
-from tunnel.transport import Buffer, SocketTransport, StreamTransport
+from tunnel.transport import Buffer, SocketTransport
 
 if TYPE_CHECKING:
     from conftest import LinkPair, MakeLinks, MakeRaw, RawLink, TcpPair

@@ -33,7 +33,7 @@ class Wire:
     rate: float = 0.0  # nothing goes
     last: float = 0.0  # seconds from there to the next step of the task that has sent all
     broken: bool = False
-    peer: str = "a wire"
+    address: str = "a wire"
     binding: bytes = b""
     sent: list[int] = field(default_factory=list)
     written: list[int] = field(default_factory=list)

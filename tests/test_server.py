@@ -822,7 +822,7 @@ async def test_a_command_at_one_server_drains_an_agent_at_all_of_them(house: Hou
         (backend,) = server.backends.named("one")
         await _until(lambda backend=backend: backend.status is not None and backend.status.state == "drained")  # type: ignore[misc]
         assert backend.status == DrainStatus("drained", 0, 0, 0, 2, 2)
-    assert ServerDesk(other).undrain_agent("one", "all well") == 1
+    assert ServerDesk(other).undrain_agent("one") == 1
     await _until(lambda: one.backends.active and other.backends.active)
     assert agent.state.value is AgentState.READY
 

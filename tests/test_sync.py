@@ -13,6 +13,7 @@ from typing import cast
 
 import pytest
 import trio
+from stream_transport import StreamTransport
 from trio.testing import MockClock, memory_stream_pair, wait_all_tasks_blocked
 
 from tunnel import sync
@@ -30,7 +31,7 @@ from tunnel.link import Link
 from tunnel.packets import GoAway, Packet, Welcome
 from tunnel.server import Server
 from tunnel.sync import Backoff, SyncLoop, SyncState
-from tunnel.transport import StreamTransport, Transport
+from tunnel.transport import Transport
 
 TIMEOUTS = Timeouts(keepalive=1e6)  # so that hours of mock time cost nothing
 HOUR = 3600.0

@@ -306,7 +306,7 @@ class TestHandshake:
         host, port = left.getsockname()
         nursery.start_soon(accept_tls, left, authority.server().load())
         transport, _ = await dial_tls(right, ClientTls(authority.ca).load(), NAME)
-        assert transport.peer == f"{host}:{port}"
+        assert transport.address == f"{host}:{port}"
 
     async def test_the_socket_is_set_up_as_one_without_tls(
         self, authority: Authority, tcp_pair: TcpPair, nursery: trio.Nursery

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 import trio
+from stream_transport import StreamTransport
 from transports import Ends, TransportContract, receive_all, receive_once, send_all
 from trio.testing import memory_stream_pair
 
-from tunnel.transport import BROKEN, SocketTransport, StreamTransport, unsent
+from tunnel.transport import BROKEN, SocketTransport, unsent
 
 if TYPE_CHECKING:
     from conftest import TcpPair

@@ -167,7 +167,7 @@ def _read_token(path: str, number: int, entry: dict[str, Any]) -> Token:
     token_id, role, secret = (entry.get(key) for key in ("id", "role", "secret"))
     where = f"{path}: token {number}"
     if not isinstance(token_id, str) or not _ID.fullmatch(token_id):
-        raise ConfigError(f"{where} has no id; taken: 1 to 64 letters, digits, '.', '_' or '-'")
+        raise ConfigError(f"{where} has no id; taken: 1 to {_LONGEST_ID} letters, digits, '.', '_' or '-'")
     where = f"{path}: token {token_id}"
     if role not in ROLES:
         raise ConfigError(f"{where} has no role; taken: {', '.join(ROLES)}")

@@ -92,7 +92,7 @@ class ServerDesk:
         log.info("command", action="leave", text=text)
         self._server.life.leave()
 
-    def undrain_self(self, text: str) -> None:
+    def undrain_self(self) -> None:
         """Nothing to take back; unless it is too late."""
         if self._server.life.leaving:
             raise TooLate("the server is leaving")
@@ -137,11 +137,11 @@ class ServerDesk:
         """One command drains on all servers; see ``Backend.command``."""
         return self._command(name, "drain", text, seconds, leave=leave)
 
-    def undrain_agent(self, name: str, text: str) -> int:
+    def undrain_agent(self, name: str) -> int:
         """Have them stay after all."""
-        return self._command(name, "undrain", text)
+        return self._command(name, "undrain")
 
-    def _command(self, name: str, action: str, text: str, seconds: float = 0.0, *, leave: bool = False) -> int:
+    def _command(self, name: str, action: str, text: str = "", seconds: float = 0.0, *, leave: bool = False) -> int:
         backends = self._server.backends.named(name)
         log.info("command", action=action, agent=name, text=text, backends=len(backends))
         for backend in backends:
@@ -203,11 +203,11 @@ class AgentDesk:
         log.info("command", action="drain", text=text)
         self._agent.drain(seconds=math.inf if seconds is None else seconds, leave=leave)
 
-    def undrain_self(self, text: str) -> None:
+    def undrain_self(self) -> None:
         """Stay after all."""
         if self._agent.life.leaving:
             raise TooLate("the agent is leaving")
-        log.info("command", action="undrain", text=text)
+        log.info("command", action="undrain")
         self._agent.undrain()
 
     async def news(self) -> None:

@@ -40,7 +40,7 @@ from tunnel.errors import (
 from tunnel.packets import DialReq
 from tunnel.patterns import Rules
 from tunnel.relay import Switchboard
-from tunnel.stream import Dialling, TunnelStream
+from tunnel.stream import TunnelStream, Unanswered
 
 log = logs.get_logger(__name__)
 
@@ -138,7 +138,7 @@ class Dials:
     ) -> socket.socket | None:
         """The connected socket; None if the dial was given up meanwhile."""
         with trio.move_on_after(seconds) as scope:
-            stream.core.attach(Dialling(scope))
+            stream.core.attach(Unanswered(scope))
             sock = await (attempt.end() if attempt else self._connector.connect(target.host, target.port))
             if stream.core.state is State.DIALLING:
                 return sock

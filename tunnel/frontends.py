@@ -35,7 +35,7 @@ from tunnel.listen import Handler, source_of
 from tunnel.packets import DialReq
 from tunnel.poller import READ
 from tunnel.relay import Switchboard, close_with_reset
-from tunnel.stream import Dialling, TunnelStream
+from tunnel.stream import TunnelStream, Unanswered
 
 log = logs.get_logger(__name__)
 
@@ -171,7 +171,7 @@ class ClientLinks:
             stream.refuse(DialProtocolError(f"a window of {window} bytes; taken: at most {self._most_window}"))
             return
         with trio.CancelScope() as scope:
-            stream.core.attach(Dialling(scope))
+            stream.core.attach(Unanswered(scope))
             try:
                 through = await self._dial(request, window, token)
             except DialError as error:

@@ -119,8 +119,9 @@ def _read_flag(info: dict[str, Any], entry: str) -> bool:
 def _read_body_limit(info: dict[str, Any]) -> int:
     limits = info.get("limits", {})
     body = limits.get("body", Limits().body) if type(limits) is dict else None
-    if type(body) is not int or body < Limits().body_before_auth:
-        raise RemoteProtocolError(f"limits is {reprlib.repr(limits):.60}, not a map with a body of 4096 or more")
+    least = Limits().body_before_auth
+    if type(body) is not int or body < least:
+        raise RemoteProtocolError(f"limits is {reprlib.repr(limits):.60}, not a map with a body of {least} or more")
     return body
 
 

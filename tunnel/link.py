@@ -164,7 +164,7 @@ class Link:
     @property
     def address(self) -> str:
         """Where the peer is."""
-        return self._transport.peer
+        return self._transport.address
 
     # -- life
 

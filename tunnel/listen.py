@@ -3,7 +3,7 @@
 Rules that hold here:
 
 - Connections are accepted in batches, until the kernel has no more.
-- A listener outlives a shortage of descriptors or memory: it waits a little and goes on, and says so once a minute.
+- A listener outlives a shortage of descriptors or memory: it waits a little and goes on, and says so once a minute for each cause.
 - Whoever is one too many is closed when accepted, before anything is made for it.
 - Closing a listener ends no connection, and resets none that the kernel had already taken: its queue is emptied first.
 
@@ -30,7 +30,6 @@ log = logs.get_logger(__name__)
 _BACKLOG = 4096  # the system lowers it to its own bound
 _BATCH = 8  # accepted in one turn: what few connections ask for goes out while the next are accepted
 _PAUSE = 0.1  # seconds after the system had no resources for one more connection
-_QUIET = 60.0  # seconds between two log lines about that
 _SHORTAGE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 Handler = Callable[..., Awaitable[None]]
@@ -98,16 +97,15 @@ async def accept(listener: socket.socket, handler: Handler, spawn: Spawn) -> Non
     The sockets are non-blocking, and have ``TCP_NODELAY`` where ``bind`` made the listener; each handler closes its
     own. Where ``spawn`` says False, the connection is closed at once.
     """
-    complained = -_QUIET
+    seldom = logs.Seldom(trio.current_time)
     with listener:
         try:
             while True:
                 shortage = await turns.of_this_run().serve(
                     listener.fileno(), READ, partial(_accept_batch, listener, handler, spawn)
                 )
-                if trio.current_time() - complained >= _QUIET:
-                    complained = trio.current_time()
-                    log.warning("cannot accept", address=_spelled(listener), cause=shortage.strerror)
+                if times := seldom.times(shortage.errno):
+                    log.warning("cannot accept", address=_spelled(listener), times=times, cause=shortage.strerror)
                 await trio.sleep(_PAUSE)
         finally:
             _accept_batch(listener, handler, spawn, most=_BACKLOG)

@@ -120,7 +120,7 @@ class Operated(Protocol):
             TooLate: it is leaving for good, or (a server) cannot drain without leaving.
         """
 
-    def undrain_self(self, text: str) -> None:
+    def undrain_self(self) -> None:
         """Take back what ``drain_self`` did.
 
         Raises:
@@ -155,7 +155,7 @@ class OperatedServer(Operated, Protocol):
         ``seconds`` is the time they get, 0 for no end; with ``leave`` they exit then, or when they are drained.
         """
 
-    def undrain_agent(self, name: str, text: str) -> int:
+    def undrain_agent(self, name: str) -> int:
         """Have them stay after all; how many were told."""
 
     def explain(self, target: Target, agent: str | None) -> dict[str, object]:

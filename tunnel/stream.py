@@ -64,7 +64,7 @@ class _Turn:
         self._taken = False
 
 
-class Dialling:
+class Unanswered:
     """The sink of a stream whose dial is not answered yet: only a reset can come, and it cancels the scope."""
 
     __slots__ = ("_scope",)

@@ -48,7 +48,7 @@ class TlsTransport:
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, name: str | None) -> None:
         self._socket = SocketTransport(sock)
-        self.peer = self._socket.peer
+        self.address = self._socket.address
         self.binding = b""
         self._broken: ssl.SSLError | None = None
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()

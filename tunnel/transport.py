@@ -1,9 +1,9 @@
-"""How a link's bytes get in and out: the same few calls over a plain socket, over TLS, and over any trio stream.
+"""How a link's bytes get in and out: the same few calls over a plain socket and over TLS.
 
 Rules that hold here:
 
-- ``send_now`` never waits. A plain socket takes what the kernel takes; TLS and trio streams take nothing, and their
-  bytes go through ``send``. Either way what was not taken is returned, so a frame is never torn.
+- ``send_now`` never waits. A plain socket takes what the kernel takes; TLS takes nothing, and its bytes
+  go through ``send``. Either way what was not taken is returned, so a frame is never torn.
 - A plain socket's bytes move in calls (``turns.py``): the tasks in ``receive`` and ``send`` run only at the end.
 - Only one task is in ``receive``, and only one in ``send``.
 - Errors of the transport are ``OSError``, ``trio.BrokenResourceError`` or ``trio.ClosedResourceError``: ``BROKEN``.
@@ -35,18 +35,17 @@ BROKEN = (OSError, trio.BrokenResourceError, trio.ClosedResourceError)
 
 _NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)  # Linux's number, which older Pythons do not name
 _NOTSENT_BYTES = 256 * 1024
-_CHUNK = 64 * 1024
 
 
 class Transport(Protocol):
     """What a link needs of a connection.
 
     Attributes:
-        peer: where the other end is, for people.
+        address: where the other end is, for people.
         binding: what both ends know of the server at the other end of the channel; empty where there is nothing.
     """
 
-    peer: str
+    address: str
     binding: bytes
 
     async def receive(self, room: Room, take: Take) -> bool:
@@ -78,7 +77,7 @@ def unsent(buffers: Sequence[Buffer], sent: int) -> list[Buffer]:
     return []
 
 
-def _peer_of(sock: socket.socket) -> str:
+def _address_of(sock: socket.socket) -> str:
     try:
         host, port = sock.getpeername()[:2]
     except (OSError, ValueError):  # it has gone already, or is no TCP socket
@@ -92,7 +91,7 @@ class SocketTransport:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._turns = turns.of_this_run()
-        self.peer = _peer_of(sock)
+        self.address = _address_of(sock)
         self.binding = b""
         with contextlib.suppress(OSError):  # some systems refuse it once the peer has gone
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -150,40 +149,3 @@ class SocketTransport:
         """See ``Transport``."""
         self._turns.closing(self._sock.fileno())
         self._sock.close()
-
-
-class StreamTransport:
-    """Any trio stream, as memory in tests; TLS has a transport of its own, see ``tls.py``."""
-
-    def __init__(self, stream: trio.abc.Stream) -> None:
-        self._stream = stream
-        self.peer = "a stream"
-        self.binding = b""
-        self._over = b""  # received, but there was no room
-
-    async def receive(self, room: Room, take: Take) -> bool:
-        """See ``Transport``."""
-        while data := self._over or bytes(await self._stream.receive_some(_CHUNK)):
-            view = room()[: len(data)]
-            size = len(view)
-            view[:] = data[:size]
-            self._over = data[size:]
-            if not take(size):
-                return True
-        return False
-
-    def send_now(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
-        """See ``Transport``."""
-        return buffers
-
-    async def send(self, more: More) -> None:
-        """See ``Transport``."""
-        while buffers := more():
-            await self._stream.send_all(b"".join(buffers))
-
-    async def linger(self) -> None:
-        """Nothing: such a stream's own closing hands over what was sent."""
-
-    async def aclose(self) -> None:
-        """See ``Transport``."""
-        await trio.aclose_forcefully(self._stream)

@@ -30,6 +30,7 @@ from types import ModuleType
 from typing import Any, cast
 
 import trio
+from stream_transport import StreamTransport
 from trio.testing import MockClock, memory_stream_pair
 
 from tunnel import check, packets
@@ -57,7 +58,6 @@ from tunnel.packets import Auth, Close, DialReq, Hello, Packet
 from tunnel.patterns import Pattern, Rules
 from tunnel.session import Session
 from tunnel.stream import TunnelStream
-from tunnel.transport import StreamTransport
 from tunnel.users import read_users
 
 Fuzzed = Callable[[bytes], None]

@@ -40,7 +40,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _targets() -> Any:
-    sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+    sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
     return importlib.import_module("fuzz_targets").TARGETS
 
 

@@ -130,7 +130,7 @@ class _Program:
     async def _delete_drain(self, request: Request) -> Response:
         _log_change(request, "undrain")
         with _in_time():
-            self._operated.undrain_self("")
+            self._operated.undrain_self()
         return answer(self._drain_object())
 
     # -- the switch
@@ -279,7 +279,7 @@ class _Server(_Program):
         name = _agent_name(request)
         self._known(name)
         _log_change(request, "undrain", agent=name)
-        return self._told(name, self._operated.undrain_agent(name, ""), 200)
+        return self._told(name, self._operated.undrain_agent(name), 200)
 
     def _told(self, name: str, told: int, status: int) -> Response:
         if not told:
