@@ -83,7 +83,7 @@ class Wire:
     """One end of a connection, as a link's transport. What is sent is at the other end some ``latency`` later."""
 
     other: Wire
-    binding, peer = b"", "a wire"
+    binding, address = b"", "a wire"
 
     def __init__(self, latency: float) -> None:
         self.latency = latency

@@ -3,7 +3,8 @@
 Rules that hold here:
 
 - Connections are accepted in batches, until the kernel has no more.
-- A listener outlives a shortage of descriptors or memory: it waits a little and goes on, and says so once a minute for each cause.
+- A listener outlives a shortage of descriptors or memory: it waits a little and goes on, and says so once a minute for
+  each cause.
 - Whoever is one too many is closed when accepted, before anything is made for it.
 - Closing a listener ends no connection, and resets none that the kernel had already taken: its queue is emptied first.
 
