@@ -742,7 +742,7 @@ async def test_what_a_client_sent_and_ended_is_delivered_when_it_is_lost_over_so
     near, far = await loopback.open()
     await near.send_all(BLOB[:WINDOW])
     await near.send_eof()
-    await loopback.client.all_sent()
+    await loopback.client.outflow.all_sent()
     await loopback.client.close("leaving", "the client is leaving")
     assert await receive_all(far) == BLOB[:WINDOW]
     await far.send_eof()

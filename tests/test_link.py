@@ -1135,6 +1135,6 @@ class TestTurns:
     async def test_what_is_queued_counts_as_sending_until_the_turn_has_ended(self, links: LinkPair) -> None:
         stream, _ = await links.open()
         stream.core.send(b"data")
-        assert links.server.sending
-        await links.server.all_sent()
-        assert not links.server.sending
+        assert links.server.outflow.sending
+        await links.server.outflow.all_sent()
+        assert not links.server.outflow.sending

@@ -462,7 +462,7 @@ class _FakeLink:
 
     def __init__(self, server: Server, answer: str = "acks") -> None:
         self.peer = Identity("agent", "fake")
-        self.session = self
+        self.session = self.outflow = self
         self.sending = False
         self.told: list[tuple[float, Packet]] = []
         self._server = server
@@ -473,8 +473,8 @@ class _FakeLink:
         assert isinstance(packet, GoAway)
         self.told.append((trio.current_time(), packet))
 
-    def send_now(self) -> bool:
-        return not self.sending
+    def end_turn(self) -> None:
+        pass
 
     def flush(self) -> None:
         if not self.final:

@@ -14,7 +14,7 @@ This file must not know the command line, or servers' insides.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import trio
@@ -31,6 +31,7 @@ from tunnel.handshake import DiallingHandshake
 from tunnel.identity import Identity, new_instance
 from tunnel.lifecycle import EXIT_NEVER_LINKED, Lifecycle, Slices
 from tunnel.link import Link
+from tunnel.outflow import Outflow, all_sent, all_taken
 from tunnel.packets import (
     DialReq,
     DrainAck,
@@ -138,12 +139,14 @@ class Agent:
     @property
     def unsent(self) -> bool:
         """See ``lifecycle.Program``."""
-        return not all(link.send_now() for link in list(self.sync.links.values()))  # sending may find one broken
+        return not all_taken(self._ways())
 
     async def settle(self) -> None:
         """See ``lifecycle.Program``."""
-        while blocked := next((link for link in self.sync.links.values() if link.sending), None):
-            await blocked.all_sent()
+        await all_sent(self._ways)
+
+    def _ways(self) -> Iterator[Outflow]:
+        return (link.outflow for link in self.sync.links.values())
 
     async def final(self) -> None:
         """See ``lifecycle.Program``."""

@@ -20,7 +20,7 @@ This file must not know what the streams are for, or a server's insides.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -47,6 +47,7 @@ from tunnel.handshake import DiallingHandshake
 from tunnel.identity import Identity, new_instance
 from tunnel.limits import Limits, Timeouts
 from tunnel.link import Link
+from tunnel.outflow import Outflow, all_sent, all_taken
 from tunnel.packets import GoAway, GoAwayAck, Packet
 from tunnel.secure import Dialling
 from tunnel.stream import TunnelStream
@@ -126,12 +127,14 @@ class Client:
     @property
     def unsent(self) -> bool:
         """Whether something is queued that did not go yet."""
-        return not all(link.send_now() for link in list(self._links))  # sending may find one broken
+        return not all_taken(self._ways())
 
     async def settle(self) -> None:
         """Wait until that is not so."""
-        while blocked := next((link for link in self._links if link.sending), None):
-            await blocked.all_sent()
+        await all_sent(self._ways)
+
+    def _ways(self) -> Iterator[Outflow]:
+        return (link.outflow for link in self._links)
 
     async def leave(self, seconds: float = _GOODBYE) -> None:
         """Say goodbye, within so many seconds; nothing can be dialled any more.

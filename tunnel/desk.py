@@ -272,7 +272,7 @@ def _agent_view(backend: Backend) -> AgentView:
         state=backend.state.value,
         address=link.address,
         since_s=trio.current_time() - link.since,
-        rtt_ms=None if link.rtt is None else link.rtt * 1000,
+        rtt_ms=None if link.liveness.rtt is None else link.liveness.rtt * 1000,
         streams=backend.streams,
         sent=link.session.sent,
         received=link.session.received,

@@ -9,7 +9,6 @@ keepalive intervals; when ``close`` is called; or when ``run`` is cancelled. The
 Rules that hold here:
 
 - The reader never waits for a stream. How bytes go out is ``outflow.py``'s.
-- Liveness needs bytes *received*: anything counts.
 - Who asks too often is read more slowly, and ended by nobody for that. Servers are not: others ask through them.
 - Whoever queues something on the session calls ``flush`` afterwards; it goes out when the turn ends.
 
@@ -41,8 +40,9 @@ from tunnel.frames import DATA_BODY_OVERHEAD, Decoder
 from tunnel.handshake import Handshake
 from tunnel.identity import Identity
 from tunnel.limits import Limits, Timeouts
+from tunnel.liveness import MISSES, Liveness
 from tunnel.outflow import Outflow
-from tunnel.packets import Close, DialReq, Packet, Ping, Pong, Welcome, milliseconds
+from tunnel.packets import Close, DialReq, Packet, Pong, Welcome, milliseconds
 from tunnel.parked import Parked
 from tunnel.session import Session
 from tunnel.stream import TunnelStream
@@ -51,7 +51,6 @@ from tunnel.transport import BROKEN, Transport
 log = logs.get_logger(__name__)
 
 _GOODBYE = 1.0  # seconds that a last word may take, unless its speaker says otherwise
-_MISSES = 3  # silent keepalive intervals that end a link
 
 
 def refuse_dials(stream: TunnelStream, request: DialReq) -> None:
@@ -78,7 +77,7 @@ class Link:
     Attributes:
         open_streams: how many streams are open or being dialled; wait for 0 to see the link idle.
         since: when it was linked, on trio's clock.
-        rtt: seconds between the last PING that was answered and its PONG; None before the first.
+        liveness: whether the peer is still there, and how far away.
         going: the peer said that it is leaving; whoever owns the link sets it.
         why: why it ended, from the moment that is certain.
         ended: set when nothing of it is left.
@@ -103,8 +102,7 @@ class Link:
         self.why: TunnelError | None = None
         self.since = 0.0
         self.going = False
-        self.rtt: float | None = None
-        self._pinged = (0, 0.0)  # the token of the last PING, and when it was sent
+        self.liveness = Liveness()
         self._transport = transport
         self._handshake = handshake
         self._limits = limits
@@ -126,7 +124,6 @@ class Link:
         self._decoder.strict = True
         self._scope = trio.CancelScope()
         self._linked = trio.Event()
-        self._heard = False
         self._farewell: TunnelError | None = None  # why this side said goodbye, if it did
         self._patience = 0.0  # until when it waits for that to arrive
 
@@ -257,20 +254,6 @@ class Link:
 
     # -- sending
 
-    @property
-    def sending(self) -> bool:
-        """Whether something is queued that the transport has not taken yet."""
-        return self.outflow.sending
-
-    def send_now(self) -> bool:
-        """Send what is queued, at once; whether the transport has taken everything."""
-        self.outflow.end_turn()
-        return not self.sending
-
-    async def all_sent(self) -> None:
-        """Wait until not ``sending``, or the link has ended."""
-        await self.outflow.all_sent()
-
     def flush(self) -> None:
         """Have what is queued on the session sent when this turn ends."""
         self.outflow.flush()
@@ -297,7 +280,7 @@ class Link:
 
     def _received(self, count: int) -> bool:
         """Take so many bytes from the decoder's buffer; whether to read on without a pause."""
-        self._heard = True
+        self.liveness.heard = True
         self._decoder.received(count)
         self.flush()
         return not (self.session.pings or self.session.dials) or self._may_ask_on()
@@ -338,9 +321,7 @@ class Link:
         if isinstance(packet, Close):
             self._end(LinkClosed(f"the peer said: {packet.text} ({packet.code})"))
         elif isinstance(packet, Pong):
-            token, when = self._pinged
-            if packet.token == token:
-                self.rtt = trio.current_time() - when
+            self.liveness.answered(packet, trio.current_time())
         elif isinstance(packet, Welcome):
             self._handshake.recount(packet)
             self._on_control(packet)
@@ -348,17 +329,12 @@ class Link:
             self._on_control(packet)
 
     async def _keep_alive(self) -> None:
-        misses = token = 0
+        seconds = self._timeouts.keepalive
         while True:
-            await trio.sleep(self._timeouts.keepalive)
-            misses = 0 if self._heard or self._slowed else misses + 1
-            self._heard = False
-            if misses == _MISSES:
-                seconds = self._timeouts.keepalive * _MISSES
-                self._end(LinkClosed(f"nothing was heard for {seconds:g} s"))
-            token = token % 0xFFFF + 1
-            self._pinged = token, trio.current_time()
-            self.session.send_control(Ping(0, token))
+            await trio.sleep(seconds)
+            if not self.liveness.interval_over(reading=not self._slowed):
+                self._end(LinkClosed(f"nothing was heard for {seconds * MISSES:g} s"))
+            self.session.send_control(self.liveness.ping(trio.current_time()))
             self.flush()
 
     # -- streams

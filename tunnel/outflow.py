@@ -17,7 +17,7 @@ This file must not know packets, streams, or why a link ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import trio
 
@@ -176,3 +176,17 @@ class Outflow:
     def tell_all(self) -> None:
         """The link has ended: call those who wait for room."""
         self._room()
+
+
+def all_taken(ways: Iterable[Outflow]) -> bool:
+    """Send what is queued on any of them, at once; whether the transports took everything."""
+    ways = list(ways)  # sending may find one broken, and its owner forgets it
+    for way in ways:
+        way.end_turn()
+    return not any(way.sending for way in ways)
+
+
+async def all_sent(ways: Callable[[], Iterable[Outflow]]) -> None:
+    """Wait until nothing is queued on any of those that there are, also of those that come meanwhile."""
+    while blocked := next((way for way in ways() if way.sending), None):
+        await blocked.all_sent()

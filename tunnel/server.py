@@ -17,7 +17,7 @@ This file must not know the command line, or agents' insides.
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import trio
@@ -47,6 +47,7 @@ from tunnel.identity import Identity
 from tunnel.lifecycle import Lifecycle, Phase, Slices
 from tunnel.link import Link
 from tunnel.listen import Handler, Spawn, accept, admitted, bind, bound_address
+from tunnel.outflow import Outflow, all_sent, all_taken
 from tunnel.packets import DialReq, GoAway, GoAwayAck, Packet, milliseconds
 from tunnel.relay import Switchboard
 from tunnel.reload import Reloaded
@@ -185,12 +186,14 @@ class Server:
     @property
     def unsent(self) -> bool:
         """See ``lifecycle.Program``."""
-        return not all(link.send_now() for link in list(self._links))  # sending may find one broken
+        return not all_taken(self._ways())
 
     async def settle(self) -> None:
         """See ``lifecycle.Program``."""
-        while blocked := next((link for link in self._links if link.sending), None):
-            await blocked.all_sent()
+        await all_sent(self._ways)
+
+    def _ways(self) -> Iterator[Outflow]:
+        return (link.outflow for link in self._links)
 
     async def final(self) -> None:
         """See ``lifecycle.Program``."""
