@@ -109,8 +109,7 @@ class Link:
         self._timeouts = timeouts
         self._bounds = bounds or Bounds(limits, trio.current_time)
         self._pace = Pace(self._bounds)
-        self._pause = 0.0  # seconds for which nothing is to be read
-        self._slowed = False  # nothing is read just now
+        self._pause = 0.0  # seconds for which nothing is read just now
         self._on_dial = on_dial
         self._on_control = on_control
         self._on_linked = on_linked
@@ -118,10 +117,7 @@ class Link:
         self.session = self._new_session(limits)
         self._deadlines = deadlines.of_this_run()
         self.outflow = Outflow(self.session.out, transport, limits, self._hit, self._end)
-        self._decoder = Decoder(
-            limits.body_before_auth, wiretrace.traced(self._peer_name, self._shake_hands), self._refuse_data
-        )
-        self._decoder.strict = True
+        self._decoder = self._new_decoder(limits)
         self._scope = trio.CancelScope()
         self._linked = trio.Event()
         self._farewell: TunnelError | None = None  # why this side said goodbye, if it did
@@ -140,6 +136,13 @@ class Link:
             on_bound=self._hit,
             out=wiretrace.TracedOutbox(self._peer_name) if wiretrace.wanted() else None,
         )
+
+    def _new_decoder(self, limits: Limits) -> Decoder:
+        """For the handshake."""
+        take = wiretrace.traced(self._peer_name, self._shake_hands)
+        decoder = Decoder(limits.body_before_auth, take, self._refuse_data)
+        decoder.strict = True
+        return decoder
 
     def __repr__(self) -> str:
         state = f"ended: {self.why}" if self.why else "linked" if self._linked.is_set() else "shaking hands"
@@ -263,9 +266,8 @@ class Link:
     async def _read(self) -> None:
         try:
             while await self._transport.receive(self._decoder.buffer, self._received):
-                self._slowed = True
                 await trio.sleep(self._pause)
-                self._slowed = False
+                self._pause = 0.0
             self._end(LinkClosed("the peer closed the connection"))
         except HandshakeRefused as error:
             await self.close(error.code, error.text, error)
@@ -332,7 +334,7 @@ class Link:
         seconds = self._timeouts.keepalive
         while True:
             await trio.sleep(seconds)
-            if not self.liveness.interval_over(reading=not self._slowed):
+            if not self.liveness.interval_over(reading=not self._pause):
                 self._end(LinkClosed(f"nothing was heard for {seconds * MISSES:g} s"))
             self.session.send_control(self.liveness.ping(trio.current_time()))
             self.flush()
