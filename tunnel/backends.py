@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import trio
 
@@ -141,8 +141,7 @@ class Backend:
         self.link.flush()
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """Who serves a dial, and why.
 
     Attributes:
@@ -318,7 +317,7 @@ class Backends:
         began = trio.current_time()
         code, asked = "cancelled", "none"
         try:
-            stream, backend = await self._dial(target, seconds, agent, window)
+            stream, backend = await self._dial(target, began, seconds, agent, window)
             code, asked = "ok", backend.state.value
         except DialError as error:
             code, asked = error.code, error.state
@@ -329,9 +328,8 @@ class Backends:
         return stream
 
     async def _dial(
-        self, target: Target, seconds: float, agent: str | None, window: int | None
+        self, target: Target, began: float, seconds: float, agent: str | None, window: int | None
     ) -> tuple[TunnelStream, Backend]:
-        deadline = trio.current_time() + seconds
         decision = self.decide(target, agent)
         try:
             return await self._dial_through(decision, target, seconds, seconds, window), decision.backend
@@ -340,7 +338,7 @@ class Backends:
         decision = self._decide_again(decision, target, agent, first)
         self.redispatched[first.code] += 1
         log.debug("dial goes to another", target=target, agent=decision.backend.name, cause=first.code)
-        left = deadline - trio.current_time()
+        left = began + seconds - trio.current_time()
         return await self._dial_through(decision, target, left, seconds, window), decision.backend
 
     def _decide_again(self, tried: Decision, target: Target, agent: str | None, error: DialError) -> Decision:
