@@ -37,7 +37,7 @@ log = logs.get_logger(__name__)
 
 T = TypeVar("T")
 _ROUND = 256  # sockets served before trio's tasks have their turn
-_TOGETHER = 16  # sockets served before what they queued goes out
+_TOGETHER = 32  # sockets served before what they queued goes out
 _LONGEST = 3600.0  # seconds of one wait, which may be asked to be endless
 _KEPT = 4 * 1024 * 1024  # bytes; a heap that shrinks gives back what is more than twice that
 
