@@ -210,12 +210,12 @@ class TestSockets:
             ends.append(due.ends)
             here.at_end(due)
 
-        for near, far in [tcp_pair() for _ in range(40)]:
+        for near, far in [tcp_pair() for _ in range(80)]:
             here.watch(near.fileno(), READ, Reader(near, queue))
             far.send(b"word")
-        while len(ends) < 40:
+        while len(ends) < 80:
             await wait_all_tasks_blocked()
-        assert ends == [0] * 16 + [1] * 16 + [2] * 8
+        assert ends == [0] * 32 + [1] * 32 + [2] * 16
         assert due.ends == 3
 
     async def test_harm_no_other_by_a_fault(self, tcp_pair: TcpPair) -> None:
