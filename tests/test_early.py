@@ -88,6 +88,19 @@ def test_what_was_told_is_not_let_through_as_well() -> None:
     assert (done.returncode, done.stdout) == (0, "alive\n")
 
 
+def test_once_ignored_signals_have_no_effect_even_when_the_interpreter_ends() -> None:
+    done = _python(
+        "import os",
+        "early.hold()",
+        "class Late:",
+        "    def __del__(self): os.kill(os.getpid(), signal.SIGTERM)",
+        "signal.late = Late()  # goes when the modules do, and that is after the handlers",
+        "early.ignore()",
+        "print('alive', flush=True)",
+    )
+    assert (done.returncode, done.stdout) == (0, "alive\n")
+
+
 # -- whole processes
 
 _SERVER = ("server", "--listen", "127.0.0.1:0", "--connect", "127.0.0.1:0")

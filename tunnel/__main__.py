@@ -11,9 +11,12 @@ from tunnel import early
 def main() -> None:
     """Run the program; does not return."""
     early.hold()
-    from tunnel import cli
+    try:
+        from tunnel import cli
 
-    cli.main()
+        cli.main()
+    finally:
+        early.ignore()
 
 
 if __name__ == "__main__":

@@ -99,6 +99,20 @@ def test_signals_in_a_burst_count_as_one(tunnel: NewTunnel, target: NewTarget) -
     assert tunnel_.agent.ended() == 0
 
 
+@pytest.mark.parametrize("name", ["server", "agent"])
+@pytest.mark.parametrize("number", NUMBERS)
+def test_repeats_until_the_process_is_gone_do_not_take_its_exit_code_away(
+    tunnel: NewTunnel, name: str, number: int
+) -> None:
+    program = named(tunnel(), name)
+    program.signal(number)
+    program.wait_for("exit", code=0)
+    while program.running:
+        program.signal(number)
+        time.sleep(0.001)  # not to keep it from ending
+    assert program.ended() == 0
+
+
 def test_a_normal_life_prints_nothing_above_info(tunnel: NewTunnel, target: NewTarget) -> None:
     tunnel_, port = tunnel(), target(echo).port
     for _ in range(20):
