@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,5 +100,10 @@ def _server(stub: StubAdmin, path: Path | None) -> ThreadingHTTPServer:
         def server_bind(self) -> None:
             self.socket.bind(self.server_address)
             self.server_address = self.socket.getsockname()
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """Who has gone before the answer is no error; a word about it would be among those of the command."""
+            if not isinstance(sys.exception(), ConnectionError):
+                super().handle_error(request, client_address)
 
     return Server(str(path) if path else ("127.0.0.1", 0), Handler)  # type: ignore[arg-type]

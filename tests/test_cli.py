@@ -3,84 +3,30 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from click.testing import CliRunner, Result
+from command_line import Programs, Type, agent, server, stand_in, started, typist
 
 import tunnel
-from tunnel import cli, early, logs
 from tunnel.address import Identifier, ListenAddress, Target
+from tunnel.certificates import ServerTls
 from tunnel.config import AgentConfig, Claims, ClientConfig, Forward, ServerConfig
-from tunnel.errors import ConfigError
-
-Type = Callable[..., Result]
-
-
-class Programs:
-    """Stands in for what the commands start: remembers the config, and ends as it was told to."""
-
-    def __init__(self) -> None:
-        self.started: list[object] = []
-        self.end: int | BaseException = 0
-
-    def run(self, *config: object) -> int:
-        self.started.extend(config or (None,))
-        if isinstance(self.end, BaseException):
-            raise self.end
-        return self.end
 
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> Programs:
-    programs = Programs()
-    for name in ("run_server", "run_agent", "run_forwarder"):
-        monkeypatch.setattr(f"tunnel.programs.{name}", programs.run)
-    for name in ("stdio", "demo"):
-        module = ModuleType(f"tunnel.{name}")
-        monkeypatch.setattr(module, "run", programs.run, raising=False)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setattr(tunnel, name, module, raising=False)
-    return programs
+    return stand_in(monkeypatch)
 
 
 @pytest.fixture
 def type_(monkeypatch: pytest.MonkeyPatch) -> Iterator[Type]:
-    """Types a line, split at its spaces, with the given variables."""
-    for variable in [name for name in os.environ if name.startswith("TUNNEL_")]:
-        monkeypatch.delenv(variable)
-    monkeypatch.setattr(logs, "_Aside", logs._Handler)  # what is logged is there when the line has been run
-    root, ours = logging.getLogger(), logging.getLogger("tunnel")
-    before, levels = set(root.handlers), (root.level, ours.level)
-    yield lambda line, **variables: CliRunner().invoke(cli.program, line.split(), env=variables)
-    for handler in set(root.handlers) - before:
-        root.removeHandler(handler)
-    root.setLevel(levels[0])
-    ours.setLevel(levels[1])
-
-
-def started(programs: Programs, result: Result) -> object:
-    assert result.exit_code == 0, result.output
-    (config,) = programs.started
-    return config
-
-
-def server(programs: Programs, result: Result) -> ServerConfig:
-    config = started(programs, result)
-    assert isinstance(config, ServerConfig)
-    return config
-
-
-def agent(programs: Programs, result: Result) -> AgentConfig:
-    config = started(programs, result)
-    assert isinstance(config, AgentConfig)
-    return config
+    with typist(monkeypatch) as type_:
+        yield type_
 
 
 def test_a_server_starts_with_the_defaults(programs: Programs, type_: Type) -> None:
@@ -191,6 +137,18 @@ def test_strategies_and_server_count_may_come_from_a_file(programs: Programs, ty
     assert (config.strategies, config.server_count) == (("defaultRoute",), 3)
 
 
+def test_a_server_takes_its_certificate(programs: Programs, type_: Type) -> None:
+    config = server(programs, type_("server --tls-cert c --tls-key k --tls-client-ca a"))
+    assert config.tls == ServerTls("c", "k", "a")
+
+
+@pytest.mark.parametrize("flag", ["--tls-cert c", "--tls-key k", "--tls-client-ca a"])
+def test_half_a_certificate_is_none(programs: Programs, type_: Type, flag: str) -> None:
+    result = type_(f"server {flag}")
+    assert (result.exit_code, programs.started) == (2, [])
+    assert "--tls-cert and --tls-key go together" in result.stderr
+
+
 def test_a_forward_may_name_its_agent(programs: Programs, type_: Type) -> None:
     (forward,) = server(programs, type_("server --forward 5432=db:5432@edge-7")).forwards
     assert forward == Forward(ListenAddress("127.0.0.1", 5432), Target("db", 5432), "edge-7")
@@ -258,64 +216,6 @@ def test_the_programs_exit_code_is_passed_on(programs: Programs, type_: Type, li
     assert type_(line).exit_code == 3
 
 
-def test_every_flag_is_a_variable_too(programs: Programs, type_: Type) -> None:
-    result = type_(
-        "server",
-        TUNNEL_SERVER_LISTEN="0.0.0.0:1",
-        TUNNEL_SERVER_CONNECT="off",
-        TUNNEL_SERVER_FORWARD="3=a:3 4=b:4",
-        TUNNEL_SERVER_DIAL_TIMEOUT="5m",
-        TUNNEL_SERVER_INSECURE="true",
-        TUNNEL_SERVER_LOG_LEVEL="error",
-    )
-    assert server(programs, result) == ServerConfig(
-        listen=ListenAddress("0.0.0.0", 1),
-        connect=None,
-        forwards=(Forward.parse("3=a:3"), Forward.parse("4=b:4")),
-        dial_timeout=300.0,
-        insecure=True,
-    )
-
-
-def test_every_key_of_a_file_is_a_flag(programs: Programs, type_: Type, tmp_path: Path) -> None:
-    file = tmp_path / "tunnel.toml"
-    file.write_text(
-        '[server]\nlisten = "0.0.0.0:1"\nconnect = "off"\nforward = ["3=a:3", "4=b:4"]\ndial-timeout = "5m"\n'
-        'insecure = true\nlog-level = "error"\nlog-format = "json"\n'
-    )
-    assert server(programs, type_(f"--config {file} server")) == ServerConfig(
-        listen=ListenAddress("0.0.0.0", 1),
-        connect=None,
-        forwards=(Forward.parse("3=a:3"), Forward.parse("4=b:4")),
-        dial_timeout=300.0,
-        insecure=True,
-    )
-
-
-def test_a_required_flag_may_come_from_a_file_named_by_a_variable(
-    programs: Programs, type_: Type, tmp_path: Path
-) -> None:
-    file = tmp_path / "tunnel.toml"
-    file.write_text('[agent]\nserver = ["a:1"]\n')
-    assert agent(programs, type_("agent", TUNNEL_CONFIG=str(file))).servers == (Target("a", 1),)
-
-
-@pytest.mark.parametrize(
-    ("line", "variables", "seconds"),
-    [
-        ("server --dial-timeout 1s", {"TUNNEL_SERVER_DIAL_TIMEOUT": "2s"}, 1.0),
-        ("server", {"TUNNEL_SERVER_DIAL_TIMEOUT": "2s"}, 2.0),
-        ("server", {}, 3.0),
-    ],
-)
-def test_flag_goes_before_variable_and_variable_before_file(
-    programs: Programs, type_: Type, tmp_path: Path, line: str, variables: dict[str, str], seconds: float
-) -> None:
-    file = tmp_path / "tunnel.toml"
-    file.write_text('[server]\ndial-timeout = "3s"\n')
-    assert server(programs, type_(f"--config {file} {line}", **variables)).dial_timeout == seconds
-
-
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -363,14 +263,6 @@ def test_what_cannot_be_used_is_named_and_ends_in_exit_2(
     assert programs.started == []
 
 
-def test_an_unknown_key_in_the_file_is_refused_with_a_suggestion(type_: Type, tmp_path: Path) -> None:
-    file = tmp_path / "tunnel.toml"
-    file.write_text('[server]\nlissten = "1"\n')
-    result = type_(f"--config {file} server")
-    assert result.exit_code == 2
-    assert f"{file}:2: server.lissten: is an unknown key; did you mean listen?" in result.stderr
-
-
 def test_a_server_that_others_could_reach_is_refused(programs: Programs, type_: Type) -> None:
     result = type_("server --listen 0.0.0.0:7400")
     assert result.exit_code == 2
@@ -389,32 +281,8 @@ def test_insecure_on_loopback_is_no_news(programs: Programs, type_: Type) -> Non
     assert type_("server --insecure").stderr == ""
 
 
-def test_a_config_that_the_program_refuses_ends_in_exit_2(programs: Programs, type_: Type) -> None:
-    programs.end = ConfigError("no such place")
-    result = type_("server")
-    assert (result.exit_code, result.stderr) == (2, "Error: no such place\n")
-
-
-def test_ctrl_c_before_the_program_handles_it_is_exit_130(programs: Programs, type_: Type) -> None:
-    programs.end = KeyboardInterrupt()
-    result = type_("server")
-    assert (result.exit_code, result.output) == (130, "")
-
-
-def test_ctrl_c_in_a_group_of_errors_is_exit_130_too(programs: Programs, type_: Type) -> None:
-    programs.end = BaseExceptionGroup("of a nursery", [BaseExceptionGroup("of another", [KeyboardInterrupt()])])
-    result = type_("connect a:3 --server a:1")
-    assert (result.exit_code, result.output) == (130, "")
-
-
 def test_the_version_is_told(type_: Type) -> None:
     assert type_("--version").output == f"tunnel {tunnel.__version__}\n"
-
-
-def test_the_help_names_flag_variable_and_default(type_: Type) -> None:
-    text = " ".join(type_("server --help").output.split())
-    assert "--listen HOST:PORT" in text
-    assert "TUNNEL_SERVER_LISTEN; default: 127.0.0.1:7400" in text
 
 
 def test_the_package_runs_as_a_program() -> None:
@@ -498,23 +366,3 @@ def test_a_way_to_leave_that_makes_no_sense_ends_in_exit_2(
     assert result.exit_code == 2
     assert all(word in result.stderr for word in words), result.stderr
     assert programs.started == []
-
-
-@pytest.mark.parametrize("line", ["connect a:1 --server b:1", "demo"])
-def test_a_command_that_takes_no_care_of_signals_lets_them_through(
-    programs: Programs, type_: Type, monkeypatch: pytest.MonkeyPatch, line: str
-) -> None:
-    released: list[int] = []
-    monkeypatch.setattr(early, "release", lambda: released.append(len(programs.started)))
-    assert type_(line).exit_code == 0
-    assert released == [0]  # before it started
-
-
-@pytest.mark.parametrize("line", ["server", "agent --server a:1", "forward 1=a:1 --server a:1"])
-def test_a_program_that_lives_under_signals_keeps_them(
-    programs: Programs, type_: Type, monkeypatch: pytest.MonkeyPatch, line: str
-) -> None:
-    released: list[None] = []
-    monkeypatch.setattr(early, "release", lambda: released.append(None))
-    assert type_(line).exit_code == 0
-    assert released == []

@@ -1,31 +1,19 @@
-"""An agent's drain: what it says to its servers, what they acknowledge, and how far it is."""
+"""An agent's drain: what it says to its servers, what they acknowledge, and what they may command."""
 
 from __future__ import annotations
 
 import logging
 import math
-import socket
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import pytest
 import trio
-from stream_transport import StreamTransport
-from trio.testing import MockClock, memory_stream_pair, wait_all_tasks_blocked
+from sites import MakeSite, Site, run_site, seen
+from trio.testing import MockClock, wait_all_tasks_blocked
 
-from tunnel import secure
-from tunnel.address import Target
-from tunnel.agent import Agent
-from tunnel.config import AgentConfig
-from tunnel.connect import Address, Connector
 from tunnel.drain import AgentDrain, DrainPhase
-from tunnel.errors import Refused
-from tunnel.frames import Decoder
-from tunnel.handshake import welcome
-from tunnel.identity import Identity
-from tunnel.lifecycle import Lifecycle, Phase
-from tunnel.limits import Limits, Timeouts
 from tunnel.link import Link
 from tunnel.packets import (
     MAX_U32,
@@ -34,13 +22,10 @@ from tunnel.packets import (
     Drain,
     DrainAck,
     DrainCmd,
-    DrainStatus,
-    Hello,
     Packet,
     Undrain,
     UndrainAck,
 )
-from tunnel.watch import AgentState
 
 MINUTES = 600.0  # some
 DAY = 24 * 3600.0
@@ -372,192 +357,24 @@ def test_a_link_whose_hello_said_so_owes_no_acknowledgement_until_the_next_chang
     assert link.sent == [Drain(2, "soft", "admin,signal", 25_000, 3)]
 
 
-# -- the agent: over memory, on a clock that jumps
-
-
-class Peer:
-    """A server made of frames: the far end of one of the agent's connections."""
-
-    def __init__(self, stream: trio.abc.Stream) -> None:
-        self._stream = stream
-        self._packets: deque[Packet] = deque()
-        self._decoder = Decoder(Limits().body, self._packets.append, lambda stream, data: None)
-
-    async def send(self, *packets: Packet) -> None:
-        await self._stream.send_all(b"".join(packet.encode() for packet in packets))
-
-    async def next(self) -> Packet:
-        while not self._packets:
-            self._decoder.feed(await self._stream.receive_some())
-        return self._packets.popleft()
-
-
-class Site:
-    """An agent, and the far end of each connection that it makes, over memory.
-
-    Attributes:
-        refusing: nobody listens.
-        peers: the far ends, in the order in which they were connected.
-    """
-
-    def __init__(self, *doors: str) -> None:
-        self.refusing = False
-        self.peers: list[Peer] = []
-        servers = tuple(Target(door, 7400) for door in doors)
-        self.agent = Agent(AgentConfig(servers, "one", timeouts=Timeouts(keepalive=1e6)))
-        self.agent.sync._connector = cast(Connector, self)
-
-    async def resolve(self, host: str, port: int) -> list[Address]:
-        await trio.lowlevel.checkpoint()
-        return [(int(socket.AF_INET), (host, port))]
-
-    async def connect_to(self, address: Address) -> socket.socket:
-        await trio.lowlevel.checkpoint()
-        if self.refusing:
-            raise Refused("nobody listens")
-        near, far = memory_stream_pair()
-        self.peers.append(Peer(far))
-        return cast(socket.socket, near)
-
-    async def link(self, number: int = 0) -> Peer:
-        """Answer the agent's HELLO on one of its connections."""
-        await wait_all_tasks_blocked()
-        peer = self.peers[number]
-        assert isinstance(await peer.next(), Hello)
-        await peer.send(welcome(Identity("server", f"server-{number}"), 1))
-        await wait_all_tasks_blocked()
-        return peer
-
-    @property
-    def state(self) -> str:
-        return self.agent.state.value.value
-
-
-async def seen(peer: Peer) -> list[Packet]:
-    """All packets that are there once nobody does anything. Takes a moment of the clock's time."""
-    packets: list[Packet] = []
-    with trio.move_on_after(0.001):
-        while True:
-            packets.append(await peer.next())
-    return packets
-
-
-def statuses(packets: list[Packet]) -> list[DrainStatus]:
-    return [packet for packet in packets if isinstance(packet, DrainStatus)]
+# -- the agent
 
 
 @pytest.fixture
-def make_site(nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Site]:
-    monkeypatch.setattr(secure, "SocketTransport", StreamTransport)
-
-    def make(*doors: str) -> Site:
-        site = Site(*doors)
-        nursery.start_soon(site.agent.run)
-        return site
-
-    return make
+def make_site(nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch) -> MakeSite:
+    return partial(run_site, nursery, monkeypatch)
 
 
 @pytest.fixture
-async def site(make_site: Callable[..., Site]) -> Site:
+async def site(make_site: MakeSite) -> Site:
     """An agent with one link; ``peers[0]`` is its server. For tests whose clock jumps."""
     site = make_site("one")
     await site.link()
     return site
 
 
-async def hold(agent: Agent, until: trio.Event) -> None:
-    """A connection of the agent's, as a stream is."""
-    agent.life.spawn(until.wait)
-    await wait_all_tasks_blocked()
-
-
-async def test_an_agent_that_has_started_is_ready(autojump_clock: MockClock, site: Site) -> None:
-    assert site.state == "ready"
-    assert Agent(AgentConfig((Target("one", 1),), "one")).state.value is AgentState.STARTING
-
-
-async def test_an_agent_is_drained_when_its_server_knows(autojump_clock: MockClock, site: Site) -> None:
-    (peer,) = site.peers
-    site.agent.drain()
-    assert site.state == "draining"
-    await wait_all_tasks_blocked()
-    assert site.state == "draining"
-    await peer.send(DrainAck(1, "soft"))
-    await site.agent.state.wait_value(AgentState.DRAINED)
-
-
-async def test_an_agent_is_drained_when_its_last_stream_has_ended(autojump_clock: MockClock, site: Site) -> None:
-    over = trio.Event()
-    await hold(site.agent, over)
-    site.agent.drain()
-    await site.peers[0].send(DrainAck(1, "soft"))
-    await wait_all_tasks_blocked()
-    assert site.state == "draining"
-    over.set()
-    await wait_all_tasks_blocked()
-    assert site.state == "drained"
-
-
-async def test_a_dial_takes_a_drained_agent_back_to_draining(autojump_clock: MockClock, site: Site) -> None:
-    site.agent.drain()
-    await site.peers[0].send(DrainAck(1, "soft"))
-    await wait_all_tasks_blocked()
-    over = trio.Event()
-    await hold(site.agent, over)
-    assert site.state == "draining"
-    over.set()
-    await wait_all_tasks_blocked()
-    assert site.state == "drained"
-
-
-@pytest.mark.parametrize("drained", [False, True])
-async def test_an_agent_whose_drain_is_undone_is_ready(autojump_clock: MockClock, site: Site, drained: bool) -> None:
-    site.agent.drain()
-    if drained:
-        await site.peers[0].send(DrainAck(1, "soft"))
-        await wait_all_tasks_blocked()
-    assert site.agent.undrain()
-    assert site.state == "ready"
-    await trio.sleep(MINUTES)
-    assert site.state == "ready"
-
-
-async def test_an_agent_can_drain_again(autojump_clock: MockClock, site: Site) -> None:
-    for seq in (1, 3):
-        site.agent.drain()
-        assert site.state == "draining"
-        await site.peers[0].send(DrainAck(seq, "soft"))
-        await wait_all_tasks_blocked()
-        assert site.state == "drained"
-        assert site.agent.undrain()
-
-
-async def test_an_agent_that_leaves_is_stopping_and_takes_no_undrain(autojump_clock: MockClock, site: Site) -> None:
-    over = trio.Event()
-    await hold(site.agent, over)
-    site.agent.drain()
-    site.agent.life.leave()
-    await wait_all_tasks_blocked()
-    assert site.state == "stopping"
-    assert not site.agent.undrain()
-    assert site.agent.draining.reasons == {"admin", "signal"}
-    over.set()
-
-
-async def test_an_agent_that_leaves_is_not_drained_anew(autojump_clock: MockClock, site: Site) -> None:
-    over = trio.Event()
-    await hold(site.agent, over)
-    site.agent.life.leave()
-    await wait_all_tasks_blocked()
-    site.agent.drain()
-    assert site.state == "stopping"
-    assert site.agent.draining.reasons == {"signal"}
-    over.set()
-
-
 async def test_a_link_that_comes_up_during_a_drain_that_it_does_not_know_of_has_to_acknowledge_it(
-    autojump_clock: MockClock, make_site: Callable[..., Site]
+    autojump_clock: MockClock, make_site: MakeSite
 ) -> None:
     site = make_site("one")
     await wait_all_tasks_blocked()
@@ -568,260 +385,6 @@ async def test_a_link_that_comes_up_during_a_drain_that_it_does_not_know_of_has_
     assert site.state == "draining"
 
 
-async def test_drained_is_never_said_while_anything_is_open_or_unacknowledged(
-    autojump_clock: MockClock, make_site: Callable[..., Site], nursery: trio.Nursery
-) -> None:
-    site = make_site("one", "two")
-    agent, peers = site.agent, [await site.link(0), await site.link(1)]
-    over = [trio.Event() for _ in range(3)]
-    when_drained: list[tuple[int, int]] = []
-
-    async def watch() -> None:
-        while True:
-            await agent.state.wait_value(AgentState.DRAINED)
-            when_drained.append((agent.life.open.value, agent.draining.unacked))
-            await agent.state.wait_value(AgentState.DRAINING)
-
-    nursery.start_soon(watch)
-    await hold(agent, over[0])
-    agent.drain()
-    await peers[0].send(DrainAck(1, "soft"))
-    await hold(agent, over[1])
-    over[0].set()
-    await wait_all_tasks_blocked()
-    await peers[1].send(DrainAck(1, "soft"))
-    await wait_all_tasks_blocked()
-    assert when_drained == []
-    over[1].set()
-    await wait_all_tasks_blocked()
-    assert when_drained == [(0, 0)]
-    await hold(agent, over[2])
-    over[2].set()
-    await wait_all_tasks_blocked()
-    assert when_drained == [(0, 0)] * 2
-    await trio.sleep(5)
-    told = [status for peer in peers for status in statuses(await seen(peer)) if status.state == "drained"]
-    assert {(status.open, status.pending, status.servers - status.acked) for status in told} == {(0, 0, 0)}
-
-
-# -- what servers are told of it
-
-
-async def test_the_status_says_how_far_a_drain_is(autojump_clock: MockClock, site: Site) -> None:
-    over = trio.Event()
-    await hold(site.agent, over)
-    await trio.sleep(90)
-    assert site.agent.watch.status == DrainStatus("ready", 1, 0, 90_000, 1, 1)
-    site.agent.drain()
-    assert site.agent.watch.status == DrainStatus("draining", 1, 0, 90_000, 0, 1)
-    over.set()
-
-
-async def test_a_dial_that_is_not_answered_is_pending(
-    autojump_clock: MockClock, site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def forever(connector: Connector, host: str, port: int) -> socket.socket:
-        await trio.sleep_forever()
-        raise AssertionError
-
-    monkeypatch.setattr(Connector, "connect", forever)
-    await site.peers[0].send(DialReq(1, "db.internal", 5432, 65536, 100_000, {}))
-    await wait_all_tasks_blocked()
-    status = site.agent.watch.status
-    assert (status.open, status.pending) == (0, 1)
-
-
-async def test_an_age_that_the_wire_cannot_say_is_the_most_it_can(
-    autojump_clock: MockClock, site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Lifecycle, "oldest", 100 * DAY)
-    assert site.agent.watch.status.oldest_ms == MAX_U32
-
-
-async def test_the_status_is_told_when_it_changes(autojump_clock: MockClock, site: Site) -> None:
-    (peer,) = site.peers
-    site.agent.drain()
-    await wait_all_tasks_blocked()
-    await peer.send(DrainAck(1, "soft"))
-    await trio.sleep(10)
-    assert statuses(await seen(peer)) == [
-        DrainStatus("draining", 0, 0, 0, 0, 1),
-        DrainStatus("drained", 0, 0, 0, 1, 1),
-    ]
-
-
-async def test_the_status_is_told_to_every_server(autojump_clock: MockClock, make_site: Callable[..., Site]) -> None:
-    site = make_site("one", "two")
-    peers = [await site.link(0), await site.link(1)]
-    site.agent.drain()
-    for peer in peers:
-        await peer.send(DrainAck(1, "soft"))
-    await trio.sleep(10)
-    told = [statuses(await seen(peer))[-1] for peer in peers]
-    assert told == [DrainStatus("drained", 0, 0, 0, 2, 2)] * 2
-
-
-async def test_a_link_that_breaks_as_it_is_told_of_the_status_ends_alone(
-    autojump_clock: MockClock, make_site: Callable[..., Site]
-) -> None:
-    site = make_site("one", "two")
-    peers = [await site.link(0), await site.link(1)]
-    site.agent.drain()
-    first, second = site.agent.sync.links.values()
-    flush = first.flush
-    first.flush = lambda: first.drop("it broke") or flush()  # type: ignore[method-assign, func-returns-value]
-    await wait_all_tasks_blocked()
-    assert statuses(await seen(peers[1]))
-    assert first.why is not None
-    assert second.why is None
-
-
-async def test_no_status_is_told_without_a_drain(autojump_clock: MockClock, site: Site) -> None:
-    over = trio.Event()
-    await hold(site.agent, over)
-    over.set()
-    await trio.sleep(10)
-    assert await seen(site.peers[0]) == []
-
-
-async def test_no_status_is_told_after_an_undrain(autojump_clock: MockClock, site: Site) -> None:
-    (peer,) = site.peers
-    site.agent.drain()
-    await wait_all_tasks_blocked()
-    site.agent.undrain()
-    await seen(peer)
-    over = trio.Event()
-    await hold(site.agent, over)
-    await trio.sleep(10)
-    assert await seen(peer) == []
-    over.set()
-
-
-async def test_the_status_is_told_at_most_once_a_second(autojump_clock: MockClock, site: Site) -> None:
-    (peer,) = site.peers
-    site.agent.drain()
-    await peer.send(DrainAck(1, "soft"))
-    await trio.sleep(5)
-    await seen(peer)
-    began = trio.current_time()
-    while trio.current_time() - began < 10:
-        over = trio.Event()
-        await hold(site.agent, over)
-        await trio.sleep(0.05)
-        over.set()
-        await trio.sleep(0.05)
-    assert len(statuses(await seen(peer))) <= 11
-
-
-# -- what would never end
-
-
-async def test_half_closed_streams_are_looked_at_when_a_drain_begins_and_once_a_minute(
-    autojump_clock: MockClock, site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks: list[float] = []
-    monkeypatch.setattr(site.agent.watch, "_reap", lambda: looks.append(trio.current_time()))
-    await trio.sleep(MINUTES)
-    assert looks == []
-    began = trio.current_time()
-    site.agent.drain()
-    await trio.sleep(200)
-    assert [when - began for when in looks] == pytest.approx([0, 60, 120, 180], abs=3)
-    site.agent.undrain()
-    looks.clear()
-    await trio.sleep(MINUTES)
-    assert looks == []
-
-
-async def test_half_closed_streams_are_looked_at_while_the_agent_leaves(
-    autojump_clock: MockClock, nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    agent = Agent(AgentConfig((Target("one", 1),), "one", timeouts=Timeouts(shutdown=MINUTES)))
-    agent.sync._connector = cast(Connector, Site("one"))
-    agent.sync._connector.refusing = True  # type: ignore[attr-defined]
-    looks: list[float] = []
-    monkeypatch.setattr(agent.watch, "_reap", lambda: looks.append(trio.current_time()))
-    await nursery.start(agent.run)
-    agent.life.spawn(trio.sleep, 100.0)
-    agent.life.leave()
-    await agent.life.phase.wait_value(Phase.EXIT)
-    assert looks == pytest.approx([60], abs=2)
-
-
-# -- a drain with an end
-
-
-async def test_what_remains_of_an_operators_drain_is_said(autojump_clock: MockClock, site: Site) -> None:
-    site.agent.drain(seconds=60.0)
-    await trio.sleep(20)
-    assert site.agent.watch.remaining == 40.0
-    (drain,) = [packet for packet in await seen(site.peers[0]) if isinstance(packet, Drain)]
-    assert drain.ms == 60_000
-
-
-async def test_the_end_of_a_drain_may_only_come_nearer(autojump_clock: MockClock, site: Site) -> None:
-    site.agent.drain(seconds=60.0)
-    site.agent.drain(seconds=90.0)
-    assert site.agent.watch.remaining == 60.0
-    site.agent.drain(seconds=30.0)
-    assert site.agent.watch.remaining == 30.0
-
-
-async def test_an_undrain_forgets_the_end_and_the_exit(autojump_clock: MockClock, site: Site) -> None:
-    site.agent.drain(seconds=60.0, leave=True)
-    site.agent.undrain()
-    site.agent.drain()
-    await site.peers[0].send(DrainAck(3, "soft"))
-    await trio.sleep(MINUTES)
-    assert site.state == "drained"
-    assert not site.agent.life.leaving
-
-
-async def test_a_drain_alone_never_leaves(autojump_clock: MockClock, site: Site) -> None:
-    site.agent.drain(seconds=60.0)
-    await site.peers[0].send(DrainAck(1, "soft"))
-    await trio.sleep(MINUTES)
-    assert site.state == "drained"
-    assert not site.agent.life.leaving
-
-
-async def test_with_leave_the_agent_leaves_when_it_is_drained(autojump_clock: MockClock, site: Site) -> None:
-    over = trio.Event()
-    await hold(site.agent, over)
-    site.agent.drain(leave=True)
-    await site.peers[0].send(DrainAck(1, "soft"))
-    await trio.sleep(MINUTES)
-    assert not site.agent.life.leaving
-    over.set()
-    await trio.sleep(3)  # so that whoever asks a server sees it drained
-    assert site.agent.life.leaving
-
-
-async def test_with_leave_servers_hear_that_it_is_drained_before_it_leaves(
-    autojump_clock: MockClock, site: Site
-) -> None:
-    (peer,) = site.peers
-    site.agent.drain(leave=True)
-    await wait_all_tasks_blocked()
-    await peer.send(DrainAck(1, "soft"))
-    await trio.sleep(3)
-    packets = await seen(peer)
-    told = [packet for packet in packets if isinstance(packet, DrainStatus) and packet.state == "drained"]
-    left = [packet for packet in packets if isinstance(packet, Drain) and "signal" in packet.reason]
-    assert packets.index(told[0]) < packets.index(left[0])
-
-
-async def test_with_leave_the_agent_leaves_when_the_time_is_over(autojump_clock: MockClock, site: Site) -> None:
-    over = trio.Event()
-    await hold(site.agent, over)
-    site.agent.drain(seconds=60.0, leave=True)
-    await trio.sleep(59)
-    assert not site.agent.life.leaving
-    await trio.sleep(2)
-    assert site.agent.life.leaving
-    over.set()
-
-
 # -- commands
 
 
@@ -829,9 +392,7 @@ def command(site: Site, action: str, ms: int = 0, leave: int = 0) -> DrainCmd:
     return DrainCmd(site.agent.instance, action, "disk full", ms, leave)
 
 
-async def test_a_command_drains_the_agent_on_all_its_links(
-    autojump_clock: MockClock, make_site: Callable[..., Site]
-) -> None:
+async def test_a_command_drains_the_agent_on_all_its_links(autojump_clock: MockClock, make_site: MakeSite) -> None:
     site = make_site("one", "two")
     peers = [await site.link(0), await site.link(1)]
     await peers[0].send(command(site, "drain"))
@@ -935,14 +496,3 @@ async def test_a_dial_that_arrives_while_draining_is_counted_as_late(autojump_cl
     await peer.send(DialReq(1, "", 1, 65536, 1000, {}))
     await wait_all_tasks_blocked()
     assert (site.agent.late, site.agent.dials.failed["refused_draining"]) == (1, 0)
-
-
-@pytest.mark.parametrize(("seconds", "ms"), [(math.inf, 0), (60.0, 60_000)])
-async def test_servers_are_told_how_long_a_drain_may_take(
-    autojump_clock: MockClock, site: Site, seconds: float, ms: int
-) -> None:
-    """0 is no end."""
-    site.agent.drain(seconds=seconds)
-    said = await site.peers[0].next()
-    assert isinstance(said, Drain)
-    assert said.ms == ms

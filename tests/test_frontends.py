@@ -1,4 +1,4 @@
-"""The ways in: what clients of CONNECT and of forwarded ports get, whatever they, the targets and the agents do."""
+"""The ways in: what clients, by CONNECT, ports and links, get, whatever they, the targets and the agents do."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -32,10 +34,14 @@ from house import (
 )
 from trio.testing import wait_all_tasks_blocked
 
+from tunnel.backends import Backends
 from tunnel.connect import Attempt, Connector
+from tunnel.credentials import new_token
+from tunnel.errors import Denied, DialProtocolError, NoBackend
 from tunnel.explain import explain
 from tunnel.http_connect import ESTABLISHED
-from tunnel.limits import Timeouts
+from tunnel.limits import Limits, Timeouts
+from tunnel.stream import TunnelStream
 
 Enter = Callable[[Talk], Awaitable[tuple[trio.SocketStream, Service]]]
 
@@ -545,12 +551,85 @@ async def test_a_dial_that_times_out_counts_for_the_agent_that_was_asked(house: 
     assert server.backends.dials == {("timeout", "active"): 1}
 
 
+# -- clients' links
+
+
 async def test_a_clients_target_is_spelled_like_any_other(house: House) -> None:
     server = await house.serve()
     await house.agent(services={"[2001:db8::1]:80": _forever})
     async with house.client() as client:
         await client.dial("2001:db8::1", 80)
         assert [entry.target for entry in server.book.entries.values()] == ["[2001:db8::1]:80"]
+
+
+async def test_a_client_that_takes_more_than_a_window_unasked_is_refused(house: House) -> None:
+    await house.serve()
+    too_much = Limits().window + 1
+    async with house.client() as client:
+        link = await client.connect()
+        with pytest.raises(DialProtocolError, match=f"a window of {too_much} bytes"):
+            await link.dial("service", 7, seconds=1, window=too_much)
+
+
+async def test_a_clients_dial_that_fails_is_answered_and_logged(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tunnel.frontends")
+    await house.serve()
+    async with house.client() as client:
+        with pytest.raises(NoBackend, match="no agent is linked"):
+            await client.dial("x", 1)
+    assert logged(caplog) == ['"dial failed" use=client target=x:1 code=no_backend cause="no agent is linked"']
+
+
+async def test_a_clients_reset_is_told_to_who_looks_for_faults(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "tunnel.frontends")
+    await house.serve()
+    await house.agent(services={"svc.internal:7": _forever})
+    async with house.client() as client:
+        stream = await client.dial("svc.internal", 7)
+        stream.reset("reset", "the cat did it")
+        await house.idle()
+    (line,) = logged(caplog)
+    assert "stream reset" in line
+    assert "the cat did it" in line
+
+
+async def test_a_client_reaches_only_what_its_token_is_for(house: House, tmp_path: Path) -> None:
+    file = tmp_path / "tokens.toml"
+    file.touch(0o600)
+    file.write_text(new_token("laptop", "client", {"targets": ["*.db:5432"]}))
+    await house.serve(token_file=str(file))
+    async with house.client(token_file=str(file)) as client:
+        with pytest.raises(Denied, match=r"^a\.db:22: the token laptop is not for it$"):
+            await client.dial("a.db", 22)
+        with pytest.raises(NoBackend):
+            await client.dial("a.db", 5432)
+
+
+async def test_a_clients_dial_that_is_given_up_as_it_is_answered_is_undone(
+    house: House, echoes: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dial, asking = Backends.dial, trio.CancelScope()
+
+    async def dial_and_lose_the_client(backends: Backends, *args: Any) -> TunnelStream:
+        stream = await dial(backends, *args)
+        asking.cancel()
+        with trio.CancelScope(shield=True):
+            await wait_all_tasks_blocked()
+        return stream
+
+    monkeypatch.setattr(Backends, "dial", dial_and_lose_the_client)
+    async with house.client() as client:
+        with asking:
+            await client.dial(echoes.target.host, echoes.target.port)
+        assert asking.cancelled_caught
+        await house.idle()
+        await echoes.open.wait_value(0)
+    assert echoes.opened.value == 1
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the front-ends logged."""
+    return [record.getMessage() for record in caplog.records if record.name == "tunnel.frontends"]
 
 
 async def _forever(stream: trio.abc.HalfCloseableStream) -> None:

@@ -1,8 +1,7 @@
-"""What programs are put together from: the flags that an operator's interface has, and what a process loads."""
+"""Programs put together: where operators may reach them, how they end, and what a process loads."""
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -10,49 +9,31 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+import trio
 
-from tunnel import cli, programs
+from tunnel import programs
 from tunnel.address import ListenAddress, Target
 from tunnel.config import (
     AdminConfig,
     AgentConfig,
+    ClientConfig,
+    Forward,
     ServerConfig,
     UnixAddress,
     check_exposed,
     parse_admin_address,
 )
+from tunnel.credentials import new_token
 from tunnel.errors import ConfigError
+from tunnel.lifecycle import EXIT_NEVER_LINKED, Lifecycle
 
 EVERYWHERE = ListenAddress("0.0.0.0", 7402)
-Type = Callable[..., Result]
+SERVERS = (Target("a", 1),)
 
 
 def check(config: ServerConfig) -> None:
     """As the program does."""
     check_exposed(config.exposed(), config.insecure)
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig | AgentConfig]:
-    """The configs of what was started; nothing is."""
-    configs: list[ServerConfig | AgentConfig] = []
-
-    def remember(config: ServerConfig | AgentConfig) -> int:
-        configs.append(config)
-        return 0
-
-    monkeypatch.setattr(programs, "run_server", remember)
-    monkeypatch.setattr(programs, "run_agent", remember)
-    return configs
-
-
-@pytest.fixture
-def type_(monkeypatch: pytest.MonkeyPatch) -> Type:
-    monkeypatch.setattr(cli, "begin", lambda *_: None)
-    for variable in [name for name in os.environ if name.startswith("TUNNEL_")]:
-        monkeypatch.delenv(variable)
-    return lambda line, **variables: CliRunner().invoke(cli.program, line.split(), env=variables)
 
 
 @pytest.fixture
@@ -64,74 +45,6 @@ def secret(path: Path, content: bytes = b"s3cret\n", mode: int = 0o600) -> Path:
     path.write_bytes(content)
     path.chmod(mode)
     return path
-
-
-# -- flags
-
-
-@pytest.mark.parametrize(("line", "port"), [("server", 7402), ("agent --server a:1", 7403)])
-def test_the_interface_is_on_loopback_unless_told_otherwise(
-    started: list[ServerConfig | AgentConfig], type_: Type, line: str, port: int
-) -> None:
-    result = type_(line)
-    assert result.exit_code == 0, result.output
-    assert started[0].admin == AdminConfig(ListenAddress("127.0.0.1", port), required=False)
-
-
-@pytest.mark.parametrize("line", ["server", "agent --server a:1"])
-@pytest.mark.parametrize(
-    ("flags", "wanted"),
-    [
-        ("--admin 127.0.0.1:7402", AdminConfig(ListenAddress("127.0.0.1", 7402))),
-        ("--admin 127.0.0.1:7403", AdminConfig(ListenAddress("127.0.0.1", 7403))),
-        ("--admin 0", AdminConfig(ListenAddress("127.0.0.1", 0))),
-        ("--admin [::1]:9", AdminConfig(ListenAddress("::1", 9))),
-        ("--admin unix:/run/t.sock", AdminConfig(UnixAddress("/run/t.sock"))),
-        ("--admin off", AdminConfig()),
-        ("--admin off --health 0.0.0.0:9", AdminConfig(health=ListenAddress("0.0.0.0", 9))),
-        ("--admin off --health off", AdminConfig()),
-    ],
-)
-def test_an_address_that_is_asked_for_is_required(
-    started: list[ServerConfig | AgentConfig], type_: Type, line: str, flags: str, wanted: AdminConfig
-) -> None:
-    result = type_(f"{line} {flags}")
-    assert result.exit_code == 0, result.output
-    assert started[0].admin == wanted
-
-
-@pytest.mark.parametrize(("section", "rest"), [("server", ""), ("agent", 'server = ["a:1"]\n')])
-def test_the_flags_are_variables_and_keys_too(
-    started: list[ServerConfig | AgentConfig], type_: Type, tmp_path: Path, token_file: Path, section: str, rest: str
-) -> None:
-    file = tmp_path / "tunnel.toml"
-    file.write_text(f'[{section}]\nadmin = "127.0.0.1:1"\ntoken-file = "{token_file}"\n{rest}')
-    result = type_(f"--config {file} {section}", **{f"TUNNEL_{section.upper()}_HEALTH": "127.0.0.1:2"})
-    assert result.exit_code == 0, result.output
-    admin = started[0].admin
-    assert (admin.listen, admin.required) == (ListenAddress("127.0.0.1", 1), True)
-    assert admin.health == ListenAddress("127.0.0.1", 2)
-    assert started[0].token_file == str(token_file)
-
-
-@pytest.mark.parametrize("line", ["server", "agent --server a:1"])
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--admin nowhere", ["--admin", "'nowhere'", "HOST:PORT"]),
-        ("--admin unix:t.sock", ["--admin", "'unix:t.sock'", "unix:/PATH"]),
-        ("--admin unix:", ["--admin", "'unix:'", "unix:/PATH"]),
-        ("--health on", ["--health", "'on'", "HOST:PORT"]),
-        ("--admin 0.0.0.0:7402", ["--admin 0.0.0.0:7402", "not a loopback address"]),
-    ],
-)
-def test_what_cannot_be_used_is_named_and_ends_in_exit_2(
-    started: list[ServerConfig | AgentConfig], type_: Type, line: str, flags: str, words: list[str]
-) -> None:
-    result = type_(f"{line} {flags}")
-    assert result.exit_code == 2
-    assert all(word in result.stderr for word in words), result.stderr
-    assert started == []
 
 
 # -- what is safe
@@ -183,6 +96,91 @@ def test_a_program_that_cannot_listen_ends_with_1_and_says_why(use: str, caplog:
         config = ServerConfig(listen=at.get("listen", free), connect=None, admin=admin)
         assert programs.run_server(config) == programs.EXIT_CANNOT_START
     assert f'"cannot start" cause="cannot listen on {at[use]}' in caplog.messages[-1]
+
+
+def test_a_forwarder_that_cannot_listen_ends_with_1_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        at = ListenAddress(*taken.getsockname())
+        code = programs.run_forwarder(ClientConfig(SERVERS), [Forward(at, Target("a", 1))])
+    assert code == programs.EXIT_CANNOT_START
+    assert f'"cannot start" cause="cannot listen on {at}' in caplog.messages[-1]
+
+
+@pytest.mark.parametrize("admin", [AdminConfig(), AdminConfig(ListenAddress("127.0.0.1", 0))], ids=["off", "on"])
+def test_a_program_ends_with_the_exit_code_of_its_life(admin: AdminConfig) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        servers = (Target(*nobody.getsockname()),)
+        assert programs.run_agent(AgentConfig(servers, "one", exit_on_failure=True, admin=admin)) == EXIT_NEVER_LINKED
+
+
+# -- signals
+
+
+class Signals:
+    """Stands in for ``live``: remembers what the program does at each, and ends.
+
+    Attributes:
+        drain, undrain, look: commands, or None.
+    """
+
+    drain: Callable[[], object] | None
+    undrain: Callable[[], object] | None
+    look: Callable[[], object] | None
+
+    async def live(
+        self,
+        life: Lifecycle,
+        dump: Callable[[], object],
+        drain: Callable[[], object] | None = None,
+        undrain: Callable[[], object] | None = None,
+        look: Callable[[], object] | None = None,
+    ) -> int:
+        await trio.lowlevel.checkpoint()
+        self.drain, self.undrain, self.look = drain, undrain, look
+        return 0
+
+
+@pytest.fixture
+def signals(monkeypatch: pytest.MonkeyPatch) -> Signals:
+    signals = Signals()
+    monkeypatch.setattr(programs, "live", signals.live)
+    return signals
+
+
+def run(kind: str, token_file: str | None) -> int:
+    match kind:
+        case "server":
+            return programs.run_server(ServerConfig(token_file=token_file))
+        case "agent":
+            return programs.run_agent(AgentConfig(SERVERS, "one", token_file=token_file))
+        case _:
+            return programs.run_forwarder(ClientConfig(SERVERS, token_file=token_file), [])
+
+
+KINDS = ["server", "agent", "forwarder"]
+
+
+@pytest.mark.parametrize(("kind", "drains"), [("server", False), ("agent", True), ("forwarder", False)])
+def test_an_agent_alone_drains_at_a_signal(signals: Signals, kind: str, drains: bool) -> None:
+    assert run(kind, None) == 0
+    assert [signals.drain is not None, signals.undrain is not None] == [drains] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_program_that_follows_files_looks_at_them_at_a_signal(signals: Signals, tmp_path: Path, kind: str) -> None:
+    tokens = "".join(new_token(role, role, {}) for role in ("agent", "client"))
+    assert run(kind, str(secret(tmp_path / "tokens.toml", tokens.encode()))) == 0
+    assert signals.look is not None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_program_that_follows_no_file_leaves_that_signal_its_usual_meaning(signals: Signals, kind: str) -> None:
+    assert run(kind, None) == 0
+    assert signals.look is None
+
+
+# -- loading
 
 
 def loaded(script: str) -> set[str]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import trio
+from service_manager import ServiceManager, service_manager
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from tunnel import early
@@ -242,55 +241,33 @@ async def test_one_that_comes_after_the_end_ends_nothing_either(autojump_clock: 
 
 
 @pytest.fixture
-def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """The socket on which a service manager listens."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
-        listener.bind(str(tmp_path / "notify"))
-        listener.setblocking(False)
-        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
-        yield listener
-
-
-def _heard(manager: socket.socket) -> list[str]:
-    heard: list[str] = []
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            heard += manager.recv(1000).decode().splitlines()
-    return heard
+def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServiceManager]:
+    monkeypatch.setenv("NOTIFY_SOCKET", path := str(tmp_path / "notify"))
+    with service_manager(path) as manager:
+        yield manager
 
 
 async def test_a_service_manager_hears_when_it_is_ready_and_when_it_stops(
-    autojump_clock: MockClock, life: Lifecycle, manager: socket.socket
+    autojump_clock: MockClock, life: Lifecycle, manager: ServiceManager
 ) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(live, life, list)
         await life.phase.wait_value(Phase.READY)
         await wait_all_tasks_blocked()
-        assert _heard(manager) == ["READY=1", "WATCHDOG=1", "STATUS=ready, 0 open"]
+        assert manager.heard() == ["READY=1", "WATCHDOG=1", "STATUS=ready, 0 open"]
         life.leave()
-    assert "STOPPING=1" in _heard(manager)
+    assert "STOPPING=1" in manager.heard()
 
 
 async def test_a_service_manager_hears_that_it_lives_twice_as_often_as_it_asks_for(
-    autojump_clock: MockClock, life: Lifecycle, manager: socket.socket, monkeypatch: pytest.MonkeyPatch
+    autojump_clock: MockClock, life: Lifecycle, manager: ServiceManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WATCHDOG_USEC", "4000000")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(live, life, list)
         await life.phase.wait_value(Phase.READY)
         await wait_all_tasks_blocked()
-        _heard(manager)
+        manager.heard()
         await trio.sleep(9)
-        assert _heard(manager).count("WATCHDOG=1") == 4
+        assert manager.heard().count("WATCHDOG=1") == 4
         life.leave()
-
-
-async def test_without_a_service_manager_nothing_is_said(
-    autojump_clock: MockClock, life: Lifecycle, manager: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("NOTIFY_SOCKET")
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(live, life, list)
-        await life.phase.wait_value(Phase.READY)
-        life.leave()
-    assert _heard(manager) == []

@@ -1,9 +1,8 @@
-"""TLS: what files are taken, who takes whom and hears what when not, and links that do not notice any of it."""
+"""TLS: who takes whom and hears what when not, and links that do not notice any of it."""
 
 from __future__ import annotations
 
 import datetime
-import hashlib
 import os
 import socket
 import ssl
@@ -15,24 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
-import trustme
-from cryptography.hazmat.primitives.serialization import (
-    BestAvailableEncryption,
-    Encoding,
-    PrivateFormat,
-    load_pem_private_key,
-)
+from authorities import NAME, Authority, der
 from transports import Ends, TransportContract, receive_all, receive_once, send_all
 from trio.testing import wait_all_tasks_blocked
 
-from tunnel.certificates import ClientTls, ServerContext, ServerTls, binding_of
-from tunnel.errors import ConfigError, LinkClosed
+from tunnel.certificates import ClientTls, ServerContext, binding_of
+from tunnel.errors import LinkClosed
 from tunnel.handshake import AcceptingHandshake, DiallingHandshake
 from tunnel.identity import Identity
 from tunnel.limits import Limits, Timeouts
 from tunnel.link import Link
 from tunnel.packets import VERSION, Hello
-from tunnel.reload import Reloaded
 from tunnel.stream import TunnelStream
 from tunnel.tls import TlsTransport, accept_tls, dial_tls
 from tunnel.transport import SocketTransport
@@ -40,34 +32,8 @@ from tunnel.transport import SocketTransport
 if TYPE_CHECKING:
     from conftest import TcpPair
 
-NAME = "server.test"
 SERVER, AGENT = Identity("server", "server"), Identity("agent", "agent")
 YESTERDAY = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
-
-
-class Authority:
-    """Issues certificates into files."""
-
-    def __init__(self, folder: Path) -> None:
-        self._authority = trustme.CA()
-        self._folder = folder
-        self.ca = folder / "ca.pem"
-        self._authority.cert_pem.write_to_path(self.ca)
-
-    def issue(self, file: str, name: str = NAME, expires: datetime.datetime | None = None) -> tuple[Path, Path]:
-        """A certificate and its key."""
-        issued = self._authority.issue_cert(name, not_after=expires)
-        cert, key = self._folder / f"{file}.pem", self._folder / f"{file}.key"
-        cert.write_bytes(b"".join(pem.bytes() for pem in issued.cert_chain_pems))
-        key.write_bytes(issued.private_key_pem.bytes())
-        key.chmod(0o600)
-        return cert, key
-
-    def server(self, file: str = "server", name: str = NAME, expires: datetime.datetime | None = None) -> ServerTls:
-        return ServerTls(*self.issue(file, name, expires))
-
-    def client(self, file: str = "client") -> ClientTls:
-        return ClientTls(self.ca, *self.issue(file, "client.test"))
 
 
 @pytest.fixture
@@ -79,132 +45,6 @@ def authority(tmp_path: Path) -> Authority:
 def stranger(tmp_path: Path) -> Authority:
     (tmp_path / "stranger").mkdir()
     return Authority(tmp_path / "stranger")
-
-
-def der(cert: Path) -> bytes:
-    return ssl.PEM_cert_to_DER_cert(cert.read_text())
-
-
-# -- files
-
-
-class TestServerFiles:
-    @pytest.fixture
-    def tls(self, authority: Authority) -> ServerTls:
-        return authority.server()
-
-    def test_the_binding_is_the_hash_of_the_certificate(self, tls: ServerTls) -> None:
-        assert tls.load().binding == hashlib.sha256(der(Path(tls.cert))).digest()
-
-    def test_what_is_older_than_tls_1_2_is_not_spoken(self, tls: ServerTls) -> None:
-        assert tls.load().context.minimum_version is ssl.TLSVersion.TLSv1_2
-
-    def test_clients_need_a_certificate_only_where_there_is_an_authority_for_them(
-        self, tls: ServerTls, authority: Authority
-    ) -> None:
-        assert tls.load().context.verify_mode is ssl.CERT_NONE
-        assert replace(tls, client_ca=authority.ca).load().context.verify_mode is ssl.CERT_REQUIRED
-
-    def test_its_paths_are_all_that_is_read(self, tls: ServerTls, authority: Authority) -> None:
-        assert tls.paths == (tls.cert, tls.key)
-        assert replace(tls, client_ca=authority.ca).paths == (tls.cert, tls.key, authority.ca)
-
-    @pytest.mark.parametrize("which", ["cert", "key", "client_ca"])
-    def test_a_file_that_is_missing_is_named(self, tls: ServerTls, tmp_path: Path, which: str) -> None:
-        missing = tmp_path / "missing"
-        with pytest.raises(ConfigError, match=f"^{missing}: No such file or directory$"):
-            replace(tls, **{which: missing}).load()
-
-    @pytest.mark.parametrize("content", [b"", b"rubbish\n", b"\xff\xfe\0", b"half"])
-    @pytest.mark.parametrize("which", ["cert", "key", "client_ca"])
-    def test_a_file_that_holds_something_else_is_named(
-        self, tls: ServerTls, authority: Authority, tmp_path: Path, which: str, content: bytes
-    ) -> None:
-        tls, bad = replace(tls, client_ca=authority.ca), tmp_path / "bad"
-        whole = Path(getattr(tls, which)).read_bytes()
-        bad.write_bytes(whole[: len(whole) // 4] if content == b"half" else content)
-        bad.chmod(0o600)
-        what = "private key" if which == "key" else "certificate"
-        with pytest.raises(ConfigError, match=f"^{bad}: holds no {what}; taken: PEM"):
-            replace(tls, **{which: bad}).load()
-
-    @pytest.mark.parametrize("kind", trustme.KeyType)
-    def test_the_key_of_another_certificate_is_named(
-        self, tls: ServerTls, tmp_path: Path, kind: trustme.KeyType
-    ) -> None:
-        key = tmp_path / "other.key"
-        key.write_bytes(trustme.CA(key_type=kind).issue_cert(NAME, key_type=kind).private_key_pem.bytes())
-        key.chmod(0o600)
-        with pytest.raises(ConfigError, match=f"^{key}: is not the key of the certificate in {tls.cert}$"):
-            replace(tls, key=key).load()
-
-    def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked(self, tls: ServerTls) -> None:
-        key = Path(tls.key)
-        private = load_pem_private_key(key.read_bytes(), None)
-        key.write_bytes(
-            private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"open sesame"))
-        )
-        with pytest.raises(ConfigError, match=f"^{key}: has a passphrase"):
-            tls.load()
-
-    @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601])
-    def test_a_key_that_others_may_use_is_refused(self, tls: ServerTls, mode: int) -> None:
-        Path(tls.key).chmod(mode)
-        with pytest.raises(ConfigError, match=f"^{tls.key}: others than its owner may use it"):
-            tls.load()
-
-    def test_a_certificate_that_is_replaced_while_it_is_read_is_not_taken(
-        self, tls: ServerTls, authority: Authority, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The context would show another certificate than the one that the binding names."""
-        other, _ = authority.issue("other")
-        load = ssl.SSLContext.load_cert_chain
-
-        def load_and_replace(context: ssl.SSLContext, *args: object) -> None:
-            load(context, *args)  # type: ignore[arg-type]
-            other.rename(tls.cert)
-
-        monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", load_and_replace)
-        with pytest.raises(ConfigError, match=f"^{tls.cert}: was replaced while it was read$"):
-            tls.load()
-
-
-class TestClientFiles:
-    def test_the_systems_authorities_are_taken_where_none_is_given(
-        self, authority: Authority, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("SSL_CERT_FILE", str(authority.ca))
-        assert ClientTls().load().get_ca_certs(binary_form=True) == [der(authority.ca)]
-
-    def test_no_other_authority_is_taken_where_one_is_given(self, authority: Authority, stranger: Authority) -> None:
-        assert ClientTls(stranger.ca).load().get_ca_certs(binary_form=True) == [der(stranger.ca)]
-
-    def test_certificate_and_name_of_the_server_are_checked(self, authority: Authority) -> None:
-        context = ClientTls(authority.ca).load()
-        assert context.verify_mode is ssl.CERT_REQUIRED
-        assert context.check_hostname
-        assert context.minimum_version is ssl.TLSVersion.TLSv1_2
-
-    def test_its_paths_are_all_that_is_read_but_for_what_the_system_has(self, authority: Authority) -> None:
-        assert ClientTls().paths == ()
-        tls = authority.client()
-        assert tls.paths == (authority.ca, tls.cert, tls.key)
-
-    @pytest.mark.parametrize("which", ["ca", "cert", "key"])
-    def test_a_file_that_is_missing_is_named(self, authority: Authority, tmp_path: Path, which: str) -> None:
-        missing = tmp_path / "missing"
-        with pytest.raises(ConfigError, match=f"^{missing}: No such file or directory$"):
-            replace(authority.client(), **{which: missing}).load()  # type: ignore[arg-type]
-
-    @pytest.mark.parametrize("half", [{"cert": "c.pem"}, {"key": "c.pem"}])
-    def test_a_certificate_without_a_key_is_none_nor_is_a_key_without_a_certificate(self, half: dict[str, str]) -> None:
-        with pytest.raises(ConfigError, match=r"^c\.pem: taken: a certificate and its key, or neither"):
-            ClientTls(**half)
-
-    def test_a_name_is_one_that_could_be_dialled(self) -> None:
-        assert ClientTls(name="Server.Test.").name == "server.test"
-        with pytest.raises(ConfigError, match="is not a host"):
-            ClientTls(name=".test")
 
 
 # -- handshakes
@@ -605,52 +445,3 @@ class TestLinks:
         link = Link(transport, DiallingHandshake(AGENT), limits=Limits(), timeouts=Timeouts())
         with pytest.raises(LinkClosed, match=r"^the link broke: TLS: the peer refuses: certificate required$"):
             await link.run()
-
-
-# -- certificates that change
-
-
-class TestReload:
-    @pytest.fixture
-    def tls(self, authority: Authority) -> ServerTls:
-        return authority.server()
-
-    @pytest.fixture
-    def reloaded(self, tls: ServerTls, nursery: trio.Nursery) -> Reloaded[ServerContext]:
-        reloaded = Reloaded(tls.paths, tls.load)
-        nursery.start_soon(reloaded.run)
-        return reloaded
-
-    @staticmethod
-    async def _move(which: tuple[Path, ...], tls: ServerTls, reloaded: Reloaded[ServerContext]) -> None:
-        for old, new in zip((tls.cert, tls.key), which, strict=False):
-            new.rename(old)
-        reloaded.look()
-        await wait_all_tasks_blocked()
-
-    async def test_new_connections_use_the_new_pair_and_old_ones_go_on(
-        self, authority: Authority, shake_hands: Handshake, tls: ServerTls, reloaded: Reloaded[ServerContext]
-    ) -> None:
-        client = ClientTls(authority.ca).load()
-        before = await shake_hands(reloaded.value, client)
-        pair = authority.issue("new")
-        binding = binding_of(der(pair[0]))
-        await self._move(pair, tls, reloaded)
-        after = await shake_hands(reloaded.value, client)
-        assert after.accepted[1] == after.dialled[1] == binding != before.dialled[1]
-        await send_all(before.ends[0], [b"still here"])
-        assert await receive_once(before.ends[1], 100) == b"still here"
-
-    async def test_a_pair_that_is_half_there_changes_nothing_until_it_is_whole(
-        self, authority: Authority, shake_hands: Handshake, tls: ServerTls, reloaded: Reloaded[ServerContext]
-    ) -> None:
-        client = ClientTls(authority.ca).load()
-        old = reloaded.value.binding
-        cert, key = authority.issue("new")
-        new = binding_of(der(cert))
-        await self._move((cert,), tls, reloaded)
-        assert (await shake_hands(reloaded.value, client)).dialled[1] == old
-        key.rename(tls.key)
-        reloaded.look()
-        await wait_all_tasks_blocked()
-        assert (await shake_hands(reloaded.value, client)).dialled[1] == new
