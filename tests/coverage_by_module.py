@@ -39,7 +39,10 @@ def covered(module: Path) -> float:
 
 
 def main(names: list[str]) -> None:
-    for module in sorted((ROOT / "tunnel").rglob("*.py")):
+    modules = sorted((ROOT / "tunnel").rglob("*.py"))
+    if unknown := set(names) - {module.stem for module in modules}:
+        sys.exit(f"no such module: {', '.join(sorted(unknown))}")
+    for module in modules:
         if module.stem in names or not names:
             figure = f"{covered(module):5.1f} %" if tests_of(module).exists() else "no tests of its own"
             print(f"{module.relative_to(ROOT)!s:30} {figure}", flush=True)  # noqa: T201

@@ -734,6 +734,10 @@ class TestExplain:
         await house.serve()
         assert error_of(await of_server(house).get(f"/api/v1/explain?{query}")) == (400, "bad_request")
 
+    async def test_a_target_that_is_missing_is_named(self, house: House) -> None:
+        await house.serve()
+        assert text_of(await of_server(house).get("/api/v1/explain")) == "target is missing; taken: HOST:PORT"
+
 
 class TestPage:
     async def test_nothing_but_its_own_scripts_may_run(self, house: House) -> None:

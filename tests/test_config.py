@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tunnel.address import ListenAddress, Target
-from tunnel.config import AgentConfig, Forward, ServerConfig, check_exposed, parse_duration
+from tunnel.config import AgentConfig, ClientConfig, Forward, ServerConfig, check_exposed, parse_duration
 from tunnel.errors import ConfigError
 from tunnel.limits import Timeouts
 
@@ -37,8 +40,40 @@ def test_each_option_that_others_can_reach_is_named() -> None:
 
 
 def test_an_exposed_server_is_refused_with_the_way_out() -> None:
-    with pytest.raises(ConfigError, match=r"--listen 0\.0\.0\.0:1: .*no credentials.*--insecure"):
+    with pytest.raises(ConfigError, match=r"--listen 0\.0\.0\.0:1: .*nobody has to prove.*--insecure"):
         check(ServerConfig(listen=ListenAddress("0.0.0.0", 1)))
+
+
+@pytest.mark.parametrize(
+    ("exposed", "cure"),
+    [
+        ({"listen": ListenAddress("0.0.0.0", 1)}, "on loopback, set --token-file for --listen, or say"),
+        ({"connect": ListenAddress("0.0.0.0", 1)}, "on loopback, set --connect-auth for --connect, or say"),
+        ({"forwards": (Forward.parse("0.0.0.0:1=a:1"),)}, "on loopback, or say"),
+        (
+            {"listen": ListenAddress("0.0.0.0", 1), "connect": ListenAddress("0.0.0.0", 1)},
+            "on loopback, set --token-file for --listen, set --connect-auth for --connect, or say",
+        ),
+    ],
+)
+def test_the_way_out_is_one_that_helps(exposed: dict[str, Any], cure: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(ServerConfig(**exposed))
+    assert cure in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: AgentConfig(servers=cast(Any, ("127.0.0.1:7400",)), name="edge"),
+        lambda: ClientConfig(servers=cast(Any, ("127.0.0.1:7400",))),
+        lambda: ServerConfig(listen=cast(Any, "127.0.0.1:7400")),
+        lambda: ServerConfig(connect=cast(Any, "127.0.0.1:7400")),
+    ],
+)
+def test_a_text_in_place_of_an_address_is_refused_with_what_makes_one(make: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError, match=r"'127.0.0.1:7400' is not a .*parse\('127.0.0.1:7400'\)"):
+        make()
 
 
 def test_an_exposed_server_may_be_insecure_on_purpose() -> None:

@@ -186,23 +186,23 @@ def test_what_is_not_only_tokens_is_refused(write: Write, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "what"),
     [
-        "",
-        "id = 1",
-        'id = ""',
-        'id = ["edge"]',
-        'id = "a b"',
-        'id = "é"',
-        'id = "edge\\n"',
-        'id = "a/b"',
-        f'id = "{"x" * 65}"',
-        'ID = "edge"',
+        ("", "no id"),
+        ('ID = "edge"', "no id"),
+        ("id = 1", "the id 1"),
+        ('id = ""', "the id ''"),
+        ('id = ["edge"]', "the id ['edge']"),
+        ('id = "a b"', "the id 'a b'"),
+        ('id = "é"', "the id 'é'"),
+        ('id = "edge\\n"', "the id 'edge\\n'"),
+        ('id = "a/b"', "the id 'a/b'"),
+        (f'id = "{"x" * 65}"', "the id 'xxxxxxxxxxxx...xxxxxxxxxxxxx'"),
     ],
 )
-def test_a_token_without_an_id_is_refused_with_its_number(write: Write, line: str) -> None:
+def test_a_token_without_an_id_that_is_one_is_refused_with_its_number(write: Write, line: str, what: str) -> None:
     path = write(entry("one") + f'[[token]]\nrole = "agent"\nsecret = "{SECRET}"\n{line}')
-    assert refusal(path) == f"{path}: token 2 has no id; taken: 1 to 64 letters, digits, '.', '_' or '-'"
+    assert refusal(path) == f"{path}: token 2 has {what}; taken: 1 to 64 letters, digits, '.', '_' or '-'"
 
 
 @pytest.mark.parametrize("token_id", ["e", "edge-1.eu_WEST", "-", "..", "x" * 64])
@@ -233,8 +233,9 @@ def test_a_token_without_a_role_is_refused(write: Write, line: str) -> None:
 )
 def test_a_token_without_a_secret_that_is_one_is_refused(write: Write, value: object) -> None:
     path = write(f'[[token]]\nid = "edge"\nrole = "agent"\n{"" if value is None else f"secret = {value}"}')
+    what = "no secret" if value is None else "a secret that is not taken"
     taken = "32 or more printable ASCII characters, no spaces"
-    assert refusal(path) == f"{path}: token edge has no secret; taken: {taken}"
+    assert refusal(path) == f"{path}: token edge has {what}; taken: {taken}"
 
 
 @pytest.mark.parametrize("size", [LEAST_SECRET, 1024])
@@ -560,6 +561,10 @@ def test_what_a_log_says_of_a_token_is_its_id_its_file_and_its_fingerprint() -> 
     assert token.facts == {"token": "edge", "source": "tokens.toml", "fingerprint": fingerprint}
 
 
+def test_of_a_token_that_is_not_known_a_log_says_the_id_alone() -> None:
+    assert stranger("edge").facts == {"token": "edge"}
+
+
 def test_a_fingerprint_is_that_of_the_secret_alone() -> None:
     one = Token("edge", "agent", SECRET.encode(), "a")
     assert one.fingerprint == Token("other", "client", SECRET.encode(), "b").fingerprint
@@ -639,7 +644,7 @@ def test_new_tokens_may_stand_in_one_file(write: Write) -> None:
 @pytest.mark.parametrize(
     ("token_id", "role", "lists", "text"),
     [
-        ("a b", "agent", {}, "this command: token 1 has no id; taken: 1 to 64 letters, digits, '.', '_' or '-'"),
+        ("a b", "agent", {}, "this command: token 1 has the id 'a b'; taken: 1 to 64 letters, digits, '.', '_' or '-'"),
         ("edge", "server", {}, "this command: token edge has no role; taken: agent, client, admin"),
         (
             "edge",

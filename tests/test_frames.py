@@ -279,7 +279,8 @@ def test_an_empty_frame_is_refused() -> None:
 
 @pytest.mark.parametrize("length", [17, 0xFFFFFFFF, 0x80000000, 0x47455420])
 def test_a_length_over_the_limit_is_refused_from_its_four_bytes(length: int) -> None:
-    assert f"{length} bytes; 1 to 16 are taken" in _refuse(struct.pack(">I", length), limit=16)
+    refused = _refuse(struct.pack(">I", length), limit=16)
+    assert f"{length} bytes ({struct.pack('>I', length)!r}); 1 to 16 are taken" in refused
 
 
 def test_a_frame_as_long_as_the_limit_is_taken() -> None:

@@ -64,6 +64,7 @@ class _Endpoint:
     port: int
 
     lowest_port: ClassVar[int] = 1
+    forms: ClassVar[str] = "HOST:PORT or [IPV6]:PORT"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "host", canonical_host(self.host))
@@ -85,7 +86,7 @@ class _Endpoint:
             return cls(found["v6"] or found["name"], int(found["port"]))
         if _BARE_V6.fullmatch(text):
             raise refusal(text, "is ambiguous", "an IPv6 address in brackets, like [::1]:80")
-        raise refusal(text, "is not an address", f"HOST:PORT or [IPV6]:PORT, port {cls.lowest_port} to 65535")
+        raise refusal(text, "is not an address", f"{cls.forms}, port {cls.lowest_port} to 65535")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ class ListenAddress(_Endpoint):
     """Where to listen: an own host, and a port from 0 (the system chooses one) to 65535."""
 
     lowest_port: ClassVar[int] = 0
+    forms: ClassVar[str] = "HOST:PORT, [IPV6]:PORT or PORT"
 
     @classmethod
     def parse(cls, text: str) -> Self:

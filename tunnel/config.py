@@ -33,6 +33,8 @@ _LINKS = ListenAddress("127.0.0.1", 7400)
 _CONNECT = ListenAddress("127.0.0.1", 7401)
 _LONGEST_PATH = 100  # bytes in the path of a unix socket; some systems take 103
 
+_CURES = {"--listen": "--token-file", "--connect": "--connect-auth", "--admin": "--token-file"}  # a forward has none
+
 _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h)")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -146,6 +148,9 @@ class ServerConfig:
     timeouts: Timeouts = field(default_factory=Timeouts)
 
     def __post_init__(self) -> None:
+        for address in (self.listen, self.connect):
+            if address is not None:
+                _check_kind(address, ListenAddress)
         if self.dial_timeout <= 0:
             raise ConfigError("--dial-timeout 0s leaves no time for any dial; taken: more than that, like 10s")
         if self.lame_duck > self.timeouts.shutdown:
@@ -171,10 +176,11 @@ def check_exposed(exposed: Sequence[str], insecure: bool) -> None:
         ConfigError: there are some, and ``insecure`` is not set.
     """
     if exposed and not insecure:
+        cures = {option: cure for option, cure in _CURES.items() if any(each.startswith(option) for each in exposed)}
+        set_ = "".join(f", set {cure} for {option}" for option, cure in cures.items())
         raise ConfigError(
-            f"{', '.join(exposed)}: not a loopback address, and no credentials are configured, so anyone who "
-            "reaches it could use the tunnel; listen on loopback, set --token-file (of --connect: --connect-auth), or "
-            "say --insecure to serve them all the same"
+            f"{', '.join(exposed)}: not a loopback address, and nobody has to prove there who they are, so anyone who "
+            f"reaches it could use the tunnel; listen on loopback{set_}, or say --insecure to serve them all the same"
         )
 
 
@@ -276,6 +282,8 @@ def _some_servers(servers: tuple[Target, ...]) -> tuple[Target, ...]:
     """Without those that are there twice."""
     if not servers:
         raise ConfigError("no server is given; taken: one or more HOST:PORT")
+    for server in servers:
+        _check_kind(server, Target)
     return tuple(dict.fromkeys(servers))
 
 
@@ -338,6 +346,12 @@ def parse_duration(text: str) -> float:
     if not found:
         raise ConfigError(f"{_shown(text)} is not a duration; taken: a number and its unit, like 500ms, 30s, 5m or 1h")
     return float(found[1]) * _SECONDS[found[2]]
+
+
+def _check_kind(value: object, kind: type[Target | ListenAddress]) -> None:
+    """Whoever embeds a program may have given a text."""
+    if not isinstance(value, kind):
+        raise ConfigError(f"{_shown(value)} is not a {kind.__name__}; taken: {kind.__name__}.parse({_shown(value)})")
 
 
 def _shown(value: object) -> str:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
+import reprlib
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -107,8 +108,9 @@ class Token:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What a log says of it."""
-        return {"token": self.id, "source": self.source, "fingerprint": self.fingerprint}
+        """What a log says of it. Of one that is not known there is nothing to compare."""
+        known = {"source": self.source, "fingerprint": self.fingerprint} if self.source else {}
+        return {"token": self.id, **known}
 
     def proof(self, side: str, transcript: bytes) -> bytes:
         """What shows that one side of a handshake knows the secret, and has seen the same as the other side."""
@@ -167,12 +169,14 @@ def _read_token(path: str, number: int, entry: dict[str, Any]) -> Token:
     token_id, role, secret = (entry.get(key) for key in ("id", "role", "secret"))
     where = f"{path}: token {number}"
     if not isinstance(token_id, str) or not _ID.fullmatch(token_id):
-        raise ConfigError(f"{where} has no id; taken: 1 to {_LONGEST_ID} letters, digits, '.', '_' or '-'")
+        what = "has no id" if token_id is None else f"has the id {reprlib.repr(token_id)}"
+        raise ConfigError(f"{where} {what}; taken: 1 to {_LONGEST_ID} letters, digits, '.', '_' or '-'")
     where = f"{path}: token {token_id}"
     if role not in ROLES:
         raise ConfigError(f"{where} has no role; taken: {', '.join(ROLES)}")
     if not isinstance(secret, str) or not _is_secret(secret):
-        raise ConfigError(f"{where} has no secret; taken: {LEAST_SECRET} or more printable ASCII characters, no spaces")
+        what = "has no secret" if secret is None else "has a secret that is not taken"
+        raise ConfigError(f"{where} {what}; taken: {LEAST_SECRET} or more printable ASCII characters, no spaces")
     lists = _LISTS[str(role)]
     for key, value in entry.items():
         if key not in ("id", "role", "secret", *lists):

@@ -168,7 +168,7 @@ class Decoder:
 
     def _check_length(self, length: int) -> None:
         if not 0 < length <= self.limit:
-            text = f"a frame says its body has {length} bytes; 1 to {self.limit} are taken"
+            text = f"a frame says its body has {length} bytes ({LENGTH.pack(length)!r}); 1 to {self.limit} are taken"
             raise RemoteProtocolError(text, bound="body" if length else "")
 
     def _bad_data(self, length: int, payload: int) -> RemoteProtocolError:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from tunnel.address import Target
 from tunnel.options import (
@@ -120,11 +121,14 @@ def _drain(
 
     Ctrl-C ends the waiting, not the drain; tunnel undrain takes it back.
 
-    Ends with 0 when they are drained, or without --wait when they were told; 2 for a bad flag; 3 when the time is over;
+    Ends with 0 when they are drained, or without --wait when they were told; 1 for an answer that is an error; 2 for a
+    bad flag; 3 when the time is over;
     4 when somebody else undrained them; 5 if there is no such agent; 6 when one went away with something open; 69 if
     nobody answers at first; 130 at Ctrl-C.
     """
     _check_whose(agent, itself)
+    if not wait and click.get_current_context().get_parameter_source("timeout") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--timeout means nothing without --wait")
     from tunnel import operator_cli
 
     drained = operator_cli.Drained(_shown_to(admin, token_file), agent)

@@ -248,7 +248,7 @@ def drain(drained: Drained, reason: str | None, *, leave: bool, wait: float | No
     if as_json:
         _print_json(answer)
     else:
-        show(f"{drained}: {following}")
+        show(_told(drained, "drain", len(drained.seen(answer))))
     return 0
 
 
@@ -260,7 +260,11 @@ def undrain(drained: Drained, *, as_json: bool) -> None:
     if as_json:
         _print_json(answer)
     else:
-        show(f"{drained}: told to stay" + (f" ({told} processes)" if told > 1 else ""))
+        show(_told(drained, "stay", told))
+
+
+def _told(drained: Drained, what: str, processes: int) -> str:
+    return f"{drained}: told to {what}" + (f" ({processes} processes)" if processes > 1 else "")
 
 
 def _follow(drained: Drained, following: Following, seconds: float, as_json: bool) -> int:

@@ -161,7 +161,7 @@ config_file = option(
     metavar="FILE",
     callback=_set_defaults,
     expose_value=False,
-    help="TOML with a section for each command, like [server]; keys are the flags without their dashes.",
+    help=f"TOML with a section for each of {', '.join(SECTIONS)}, like [server]; keys are the flags without dashes.",
 )
 budget = option(
     "--shutdown-budget",

@@ -289,8 +289,10 @@ class _Server(_Program):
     # -- why
 
     async def _explain(self, request: Request) -> Response:
+        if "target" not in request.query_params:
+            raise bad_request("target is missing; taken: HOST:PORT")
         try:
-            target = Target.parse(request.query_params.get("target", ""))
+            target = Target.parse(request.query_params["target"])
             agent = request.query_params.get("agent")
             named = None if agent is None else parse_agent_name(agent)
         except ConfigError as error:
