@@ -129,6 +129,18 @@ class TestPaused(Relays):
 
 
 class TestSwitchboard(Relays):
+    async def test_a_frame_is_no_longer_than_what_the_link_sends_at_once(self, relay: Relay) -> None:
+        there = await relay.connect()
+        await wait_all_tasks_blocked(0.01)
+        outlet = _FullOutlet(there.near.stream.outlet)
+        outlet.congested, outlet.burst = False, 10_000
+        (joint,) = relay.boards[0]._joints
+        joint.outlet = outlet
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(there.client.send_all, bytes(400_000))
+            await read_exactly(there.target, 400_000)
+        assert there.near.stream.core.session.out.frames_sent >= 40
+
     async def test_a_join_that_is_cancelled_at_once_ends_with_a_reset(
         self, make_links: MakeLinks, tcp_pair: TcpPair, was_reset: Broken
     ) -> None:

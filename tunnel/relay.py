@@ -121,6 +121,8 @@ class _Joint(Parked):
         core, size = self.core, self.size
         if core.credit < size:
             size = core.credit
+        if self.outlet.burst < size:
+            size = self.outlet.burst
         if not size or self.early or self.outlet.congested:
             self._cannot_read()
             return
@@ -159,7 +161,7 @@ class _Joint(Parked):
     def _adapt(self, read: int) -> None:
         """So many bytes were there: how many may be there next time?"""
         if read == self.size:
-            self.size = min(self.size * 2, self.most, self.outlet.burst)
+            self.size = min(self.size * 2, self.most)
         elif read * 4 < self.size and self.size > _LEAST:
             self.size //= 2
 
