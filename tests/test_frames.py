@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import struct
-import tracemalloc
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory import memory_used
 from packet_examples import packets, u32, values
 
 from tunnel.errors import RemoteProtocolError
@@ -80,15 +80,6 @@ def _refused_by(reader: Reader, data: bytes) -> str:
         reader.read(data)
     assert not reader.seen
     return str(caught.value)
-
-
-def _memory_used(call: Callable[[], object]) -> int:
-    tracemalloc.start()
-    try:
-        call()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
 
 
 # -- what is written is read again
@@ -302,13 +293,13 @@ def test_nothing_is_allocated_for_a_length_over_the_limit() -> None:
         with pytest.raises(RemoteProtocolError):
             reader.decoder.received(4)
 
-    assert _memory_used(receive) < 64 * 1024
+    assert memory_used(receive) < 64 * 1024
     assert len(reader.decoder.buffer()) == READ_SIZE
 
 
 def test_a_length_within_the_limit_is_not_believed_before_its_bytes_arrive() -> None:
     reader = Reader(limit=MAX_U32)
-    assert _memory_used(lambda: reader.read(b"\xff\xff\xff\xff\x91")) < 64 * 1024
+    assert memory_used(lambda: reader.read(b"\xff\xff\xff\xff\x91")) < 64 * 1024
 
 
 def test_the_buffer_grows_for_a_long_frame_and_shrinks_afterwards() -> None:

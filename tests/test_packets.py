@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tracemalloc
-from collections.abc import Callable
 from typing import Any
 
 import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory import memory_used
 from packet_examples import EXAMPLES, IDS, packets
 
 from tunnel import packets as module
@@ -28,15 +27,6 @@ def _refuse(body: bytes) -> str:
     with pytest.raises(RemoteProtocolError) as caught:
         _read(body)
     return str(caught.value)
-
-
-def _memory_used(call: Callable[[], object]) -> int:
-    tracemalloc.start()
-    try:
-        call()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
 
 
 # -- what is written is read again
@@ -170,13 +160,13 @@ def test_a_refusal_does_not_repeat_a_long_field() -> None:
     ],
 )
 def test_a_body_that_promises_more_than_it_has_is_refused_cheaply(body: bytes) -> None:
-    assert _memory_used(lambda: _refuse(body)) < 128 * 1024
+    assert memory_used(lambda: _refuse(body)) < 128 * 1024
 
 
 @pytest.mark.parametrize("piece", [b"\x91", b"\xdc\x04\x00", b"\xde\x04\x00\xa0"], ids=["small", "arrays", "maps"])
 def test_the_deepest_nesting_costs_a_bounded_amount(piece: bytes) -> None:
     body = piece * (LIMIT // len(piece))
-    assert _memory_used(lambda: _refuse(body)) < 16 * LIMIT
+    assert memory_used(lambda: _refuse(body)) < 16 * LIMIT
 
 
 @settings(max_examples=300)

@@ -7,7 +7,7 @@ Rules that hold here:
 - A type is never given twice. A class lists its fields in the order of the wire.
 - Fields beyond the known ones are ignored, so that a later version can add some; missing or wrong ones are refused.
 - What people are to read is cut to a length that fits into any frame.
-- A packet is not changed once it is made. It is not frozen: making one would cost three times as much.
+- A packet is not changed once it is made. It is not frozen: making one would take more than twice as long.
 
 This file must not know when a packet is legal, what its stream is, time, or sockets.
 """
